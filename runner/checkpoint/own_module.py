@@ -27,6 +27,7 @@ from manifests.schema import (
     TrainedDtype,
     TrainingState,
 )
+from manifests.slices import Slice
 from runner.bundle.packed import Packed
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
@@ -40,8 +41,8 @@ _Tensors = dict[str, torch.Tensor]
 _ToHF = Callable[[Sequence[_Tensors]], _Tensors]
 _Pieces = Mapping[int, tuple[Piece, ...]]  # by stage
 _Group = tuple[ParameterGroup, float]  # with its learning rate
-_Region = tuple[str, tuple[int, ...], tuple[int, ...]]  # an FQN, and the offset and shape of a rank's part
-_TiedRegion = tuple[int, Holds, str, tuple[object, ...]]  # of a tie group: FQN, offset and shape
+_Region = tuple[str, Slice]  # an FQN, and a rank's part
+_TiedRegion = tuple[int, Holds, str, Slice]  # of a tie group
 _DTYPES: Mapping[torch.dtype, TrainedDtype] = {torch.float32: "F32", torch.bfloat16: "BF16"}
 
 
@@ -230,9 +231,7 @@ def _digests_of_ties(packed: Packed, pieces: Mapping[Holds, _Pieces]) -> dict[_T
         for member in (group.owner, *group.replicas)
     }
     return {
-        (numbers[piece.fqn], holds, piece.fqn, _region_of(piece)[1:]): digest_bytes(
-            bytes_of(piece.memory.cpu().contiguous())
-        )
+        (numbers[piece.fqn], holds, piece.fqn, piece.part): digest_bytes(bytes_of(piece.memory.cpu().contiguous()))
         for holds, by_stage in pieces.items()
         for piece in _all_of(by_stage)
         if piece.fqn in numbers
@@ -252,8 +251,8 @@ def _check_parts(packed: Packed, parts: Sequence[_Part]) -> None:
                 problem = f"other ranks pass one, and rank {number} does not"
                 raise CheckpointError("optimizer", problem, code="checkpoint.unsupported-optimizer")
     sizes: Counter[str] = Counter()
-    for fqn, _, shape in {region for part in parts for region in part.regions}:
-        sizes[fqn] += prod(shape)
+    for fqn, region in {region for part in parts for region in part.regions}:
+        sizes[fqn] += prod(region.shape)
     for fqn, size in sorted(sizes.items()):
         if size != prod(packed.shape.tensors[fqn]):
             problem = f"expected all {prod(packed.shape.tensors[fqn])} elements once, found {size} on all ranks"
@@ -295,7 +294,7 @@ def _share_of(packed: Packed, pieces: Mapping[Holds, _Pieces], parts: Sequence[_
     position = dist.get_rank()
     peers = [number for number, part in enumerate(parts) if part.rank == parts[position].rank]
     earlier = {region for number in peers if number < position for region in parts[number].regions}
-    is_sliced = any(shape != packed.shape.tensors[fqn] for part in parts for fqn, _, shape in part.regions)
+    is_sliced = any(region.shape != packed.shape.tensors[fqn] for part in parts for fqn, region in part.regions)
     state = {
         stage: {
             holds: tuple(piece for piece in by_stage[stage] if _region_of(piece) not in earlier)
@@ -311,4 +310,4 @@ def _all_of(pieces: _Pieces) -> Iterator[Piece]:
 
 
 def _region_of(piece: Piece) -> _Region:
-    return piece.fqn, piece.offset, tuple(piece.memory.shape)
+    return piece.fqn, piece.part

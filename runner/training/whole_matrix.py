@@ -22,6 +22,7 @@ from torch import nn
 
 from manifests.optimizer_state import shape_of
 from manifests.schema import StateKind
+from manifests.slices import Slice
 from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import StageChunk, pieces_of
 from runner.tensors.local_shard import Piece
@@ -30,7 +31,6 @@ from runner.training.mixed_precision import master_of
 
 _ROUND = 1 << 24  # elements of an owner's units in one exchange
 _Key = tuple[int, str]  # stage and FQN
-_Region = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape of a part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,7 +43,7 @@ class Unit:
     number: int
     is_trained: bool
     owner: int  # a rank of the ranks that exchange
-    parts: tuple[tuple[_Region, ...], ...]  # by rank
+    parts: tuple[tuple[Slice, ...], ...]  # by rank
 
     def sent_by(self, rank: int) -> Iterator[int]:
         """Yield which of its parts a rank sends to the owner: those that no earlier rank has."""
@@ -189,7 +189,7 @@ class WholeMatrices:
         table = {
             key: (
                 (pieces[0].shape, pieces[0].memory.dtype, *numbers[key]),
-                [(piece.offset, tuple(piece.memory.shape)) for piece in pieces],
+                [piece.part for piece in pieces],
             )
             for key, pieces in self._weights.items()
         }
@@ -226,13 +226,13 @@ class WholeMatrices:
         ]
         counts = [0] * self._size
         for unit in units:
-            counts[unit.owner] += sum(2 * prod(unit.parts[rank][index][1]) for index in unit.sent_by(rank))
+            counts[unit.owner] += sum(2 * prod(unit.parts[rank][index].shape) for index in unit.sent_by(rank))
         owned = [unit for unit in units if unit.owner == rank]
         places = [
             [(unit, unit.parts[sender][index]) for unit in owned for index in unit.sent_by(sender)]
             for sender in range(self._size)
         ]
-        sizes = [sum(2 * prod(shape) for _, (_, shape) in of_sender) for of_sender in places]
+        sizes = [sum(2 * prod(part.shape) for _, part in of_sender) for of_sender in places]
         arrived, work = self._exchange(sent, counts, sizes)
 
         def finish() -> dict[_Key, tuple[torch.Tensor, torch.Tensor]]:
@@ -241,10 +241,10 @@ class WholeMatrices:
                 unit.key: tuple(arrived.new_empty(unit.shape, dtype=unit.dtype) for _ in range(2)) for unit in owned
             }
             begin = 0
-            for unit, (offset, shape) in (place for of_sender in places for place in of_sender):
+            for unit, part in (place for of_sender in places for place in of_sender):
                 for whole in wholes[unit.key]:
-                    _region(whole, offset, shape).copy_(arrived[begin : begin + prod(shape)].view(shape))
-                    begin += prod(shape)
+                    whole[part.index].copy_(arrived[begin : begin + prod(part.shape)].view(part.shape))
+                    begin += prod(part.shape)
             return {key: (weight, gradient) for key, (weight, gradient) in wholes.items()}
 
         return finish
@@ -254,15 +254,15 @@ class WholeMatrices:
         rank = self._rank
         owned = [unit for unit in units if unit.owner == rank]
         sent = [
-            _region(wholes[unit.key], offset, shape)
+            wholes[unit.key][part.index]
             for receiver in range(self._size)
             for unit in owned
-            for offset, shape in unit.parts[receiver]
+            for part in unit.parts[receiver]
         ]
-        counts = [sum(prod(part[1]) for unit in owned for part in unit.parts[to]) for to in range(self._size)]
+        counts = [sum(prod(part.shape) for unit in owned for part in unit.parts[to]) for to in range(self._size)]
         sizes = [0] * self._size
         for unit in units:
-            sizes[unit.owner] += sum(prod(shape) for _, shape in unit.parts[rank])
+            sizes[unit.owner] += sum(prod(part.shape) for part in unit.parts[rank])
         arrived, work = self._exchange(sent, counts, sizes)
 
         def finish() -> None:
@@ -293,10 +293,10 @@ class WholeMatrices:
         )
         for whole, pieces in ((weight, weights), (gradient, gradients)):
             for piece in pieces:
-                _region(whole, piece.offset, piece.memory.shape).copy_(piece.memory)
+                whole[piece.part.index].copy_(piece.memory)
         self._step_unit(unit, weight, gradient)
         for piece in weights:
-            piece.memory.copy_(_region(weight, piece.offset, piece.memory.shape))
+            piece.memory.copy_(weight[piece.part.index])
 
     def _step_unit(self, unit: Unit, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         algorithm, placeholders = self._algorithms[unit.number], self._placeholders[unit.key]
@@ -334,9 +334,3 @@ def _in_rounds(units: Sequence[Unit], num_ranks: int) -> list[list[Unit]]:
             rounds.append([])
         rounds[at[owner]].append(unit)
     return rounds
-
-
-def _region(whole: torch.Tensor, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-    for dim, (begin, count) in enumerate(zip(offset, shape, strict=True)):
-        whole = whole.narrow(dim, begin, count)
-    return whole
