@@ -195,15 +195,14 @@ class TrainOptions:
 
     def saves_after(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        if self.checkpoint is None:
-            return False
-        return step == self.steps or (self.checkpoint.every is not None and step % self.checkpoint.every == 0)
+        return self._is_due(self.checkpoint, step)
 
     def publishes_after(self, step: int) -> bool:
         """Whether a version of the weights is due after this step."""
-        if self.publish is None:
-            return False
-        return step == self.steps or (self.publish.every is not None and step % self.publish.every == 0)
+        return self._is_due(self.publish, step)
+
+    def _is_due(self, output: CheckpointOptions | PublishOptions | None, step: int) -> bool:
+        return output is not None and (step == self.steps or (output.every is not None and step % output.every == 0))
 
 
 def parse_training(args: Sequence[str]) -> TrainOptions:

@@ -18,8 +18,7 @@ from runner.models.family import OnTransformers
 from runner.models.routers import Routed
 from runner.pipeline.losses import Loss
 from runner.pipeline.timetable import Timetable
-from runner.proof.reference import LENGTH
-from runner.proof.stages import SelfChecked
+from runner.proof.stages import LENGTH, SelfChecked
 from runner.training.build import Stages
 
 Dtype = Literal["fp32", "fp64"]  # of a tiny model

@@ -21,12 +21,11 @@ from runner.data.sequences import Batch, build_batch
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.proof.balance import Balance, Routing, route
-from runner.proof.stages import SelfChecked
+from runner.proof.stages import LENGTH, SelfChecked, largest_of
 from runner.tensors.local_shard import Piece
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
 
-LENGTH = 12  # tokens of a row: longer than the windows, chunks and blocks of a tiny config
 # Of the documents of rows, in turn: a row has a label more than tokens, and one has none.
 _DOCUMENTS = ((1, 9, 3), (5, 8), (1,), (3, 7))
 # Where rows are one text. The last token is that of padding, so that rows of one process are the same.
@@ -87,13 +86,13 @@ class Reference:
     def distance(self, gradient: Piece) -> float:
         """Return how much a gradient differs, relative to the largest of its tensor."""
         expected = self.gradients[gradient.fqn][gradient.part.index]
-        return _largest(gradient.memory - expected) / self.scales[gradient.fqn]
+        return largest_of(gradient.memory - expected) / self.scales[gradient.fqn]
 
     def weight_distance(self, weight: Piece) -> float:
         """Return how much a weight differs after the step, relative to the learning rate."""
         if weight.fqn not in self.stepped:
             return 0.0
-        distance = _largest(weight.memory - self.stepped[weight.fqn][weight.part.index]) / _LR
+        distance = largest_of(weight.memory - self.stepped[weight.fqn][weight.part.index]) / _LR
         return distance * _COARSE if weight.fqn in self.coarse else distance
 
 
@@ -145,7 +144,7 @@ def run_reference(
     is_clipped = {fqn: not plan.groups[numbers.of(fqn)].skips_clipping for fqn in fqns}
     norm = math.sqrt(math.fsum(_squares(gradients.values() if all(is_clipped.values()) else (
         in_files[fqn] for fqn in fqns if is_clipped[fqn]))))  # fmt: skip
-    optim = _small_step(optim, norm, _EPS * max(map(_largest, gradients.values())))
+    optim = _small_step(optim, norm, _EPS * max(map(largest_of, gradients.values())))
     factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
     clipped, rounded_clipped = (
         {fqn: gradient * (factor if is_clipped.get(fqn) else 1.0) for fqn, gradient in values.items()}
@@ -161,13 +160,13 @@ def run_reference(
     # Whether a weight that no loss depends on decays depends on whether ranks reduce gradients of zero.
     used = [parameter for parameter in parameters if parameter.grad is not None or not parameter.requires_grad]
     expected = {fqn: clipped[fqn] for fqn in _fqns_of(whole, parameters)}
-    least = max(1e-30, _LEAST * max(map(_largest, expected.values())))
-    scales = {fqn: max(least, _largest(gradient)) for fqn, gradient in expected.items()}
+    least = max(1e-30, _LEAST * max(map(largest_of, expected.values())))
+    scales = {fqn: max(least, largest_of(gradient)) for fqn, gradient in expected.items()}
     return Reference(
         weights=weights,
         gradients=expected,
         scales=scales,
-        rounding={fqn: _largest(rounded_clipped[fqn] - expected[fqn]) / scale for fqn, scale in scales.items()},
+        rounding={fqn: largest_of(rounded_clipped[fqn] - expected[fqn]) / scale for fqn, scale in scales.items()},
         stepped={fqn: stepped[fqn] for fqn in stepped.keys() - _fqns_of(whole, parameters) | _fqns_of(whole, used)},
         loss=loss.item(),
         norm=norm,
@@ -315,8 +314,3 @@ def _in_files(whole: Any, values: Mapping[torch.nn.Parameter, torch.Tensor]) -> 
     finally:
         for parameter, weight in weights.items():
             parameter.data = weight
-
-
-def _largest(difference: torch.Tensor) -> float:
-    """Return the largest magnitude; infinity where there is no number."""
-    return float(difference.abs().nan_to_num(torch.inf).max()) if difference.numel() else 0.0

@@ -36,7 +36,7 @@ Tensors = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
 
 _CPU = torch.device("cpu")
-_LENGTH = 12  # longer than the windows of a tiny config
+LENGTH = 12  # of a row, in tokens: longer than the windows, chunks and blocks of a tiny config
 _NUM_MICROBATCHES = 2
 _TOLERANCE = 1e-6
 _MOST_PARAMETERS = 50_000_000
@@ -211,7 +211,7 @@ def run_whole(whole: Any, vocab_size: int, *, is_training: bool = True) -> tuple
     """Run a whole model forward and backward."""
     _seed_by_name(whole.body.train(is_training))
     drawn = torch.Generator().manual_seed(0)
-    batches = [torch.randint(vocab_size, (1, _LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
+    batches = [torch.randint(vocab_size, (1, LENGTH), generator=drawn) for _ in range(_NUM_MICROBATCHES)]
     outputs = [(tokens, *whole(tokens)) for tokens in batches]
     results = []
     for tokens, logits, loss in outputs:
@@ -232,7 +232,7 @@ def compare_with_whole(whole: Any, results: Sequence[WholeResult], chunks: Seque
             towards = backward(arrived, outgoing, towards)
     logits = [crossings[-1][1][0].detach() for crossings in crossed]
     return Compared(
-        logits=max(_largest(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
+        logits=max(largest_of(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
         loss=max(loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
         gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
     )
@@ -259,7 +259,7 @@ def build_filled(
         cast(chunk, dtype)
         share(chunk)
         materialize(chunk, device=_CPU, dtype=dtype)
-        before, after = (metadata.form(chunk.stage + end, 1, _LENGTH) for end in (0, 1))
+        before, after = (metadata.form(chunk.stage + end, 1, LENGTH) for end in (0, 1))
         chunk.io = StageIO(inputs=before, outputs=after)
         with torch.no_grad():
             for parameter in chunk.parameters():
@@ -321,10 +321,9 @@ def _gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def difference(computed: torch.Tensor, expected: torch.Tensor) -> float:
-    return _largest((computed - expected) / expected.abs().max().clamp_min(1e-30))
+    return largest_of((computed - expected) / expected.abs().max().clamp_min(1e-30))
 
 
-def _largest(difference: torch.Tensor) -> float:
+def largest_of(difference: torch.Tensor) -> float:
     """Return the largest magnitude; infinity where there is no number."""
-    largest: float = difference.abs().nan_to_num(torch.inf).max().item()
-    return largest
+    return float(difference.abs().nan_to_num(torch.inf).max()) if difference.numel() else 0.0

@@ -39,9 +39,9 @@ from runner.parallel.parallelize import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.proof.balance import Balance, parts_of
 from runner.proof.combination import Combination, Dtype
-from runner.proof.reference import LENGTH, Reference, draw_rows, run_reference
+from runner.proof.reference import Reference, draw_rows, run_reference
 from runner.proof.saved import reload_problem
-from runner.proof.stages import errors_of_tiny, tiny_of
+from runner.proof.stages import LENGTH, errors_of_tiny, tiny_of
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.build import build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters

@@ -11,7 +11,8 @@ import pytest
 from manifests.models.catalogue import catalogued
 from manifests.models.trainable import generic_entry
 from runner.models.shrink import shrink
-from runner.proof.reference import LENGTH, draw_rows
+from runner.proof.reference import draw_rows
+from runner.proof.stages import LENGTH
 from tests.fast.manifests.models.catalogued import config_of, quiet
 
 PLAIN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 40}

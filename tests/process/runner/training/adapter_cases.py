@@ -10,7 +10,8 @@ import transformers
 
 import reshard
 from runner.data.sequences import Batch
-from runner.proof.reference import LENGTH, draw_rows
+from runner.proof.reference import draw_rows
+from runner.proof.stages import LENGTH
 
 STEPS, ROWS, VOCAB, LR = 2, 4, 64, 1e-2
 _WIDTHS = {
