@@ -25,7 +25,7 @@ from runner.config.declared import WholeNumber
 from runner.config.flags import Device, TrainOptions, flag_of, parse_training, unwritten
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
-from runner.launch.here import LocalJob, launch_here
+from runner.launch.here import launch_here
 from runner.launch.job import FlagKind, Job, read_environment, read_job_file, shown_address
 from runner.launch.nodes import (
     check_groups,
@@ -137,6 +137,7 @@ def launch(
     gpu_nbytes = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory)
     if scheduler == "local":
         _refuse_clusters(context, num_nodes)
+        name = None  # a job file's has no effect here
     with opened(manifest, is_staged=options.stage_to_local is not None) as (address, launched):
         if is_chosen := "log_dir" not in options.given:
             training += ("--log-dir", str(choose_folder(options, name or name_of(launched.location))))
@@ -163,8 +164,7 @@ def launch(
         for line in _plan(launched, options, degrees, is_here=scheduler == "local"):
             click.echo(line, err=True)
     if scheduler == "local":
-        here = LocalJob(name=name_of(launched.location), run=run, shutdown_s=options.timeout_s)
-        launch_here((address, *training), nproc_per_node=num_per_node, dry_run=dry_run, job=here, quiet=options.quiet)
+        launch_here((address, *training), nproc_per_node=num_per_node, dry_run=dry_run, run=run, quiet=options.quiet)
         return
     _submit(
         Job(

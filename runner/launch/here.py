@@ -6,8 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import click
 
@@ -21,24 +19,11 @@ from runner.rundir.exit_report import AGENT
 from runner.rundir.records import clear_state, make_log_dir, write_job_record
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LocalJob:
-    """A training run on this machine. Its ranks have `shutdown_s` to save once they are asked to stop."""
-
-    name: str
-    run: RunFolder
-    shutdown_s: int
-
-    @property
-    def log_dir(self) -> Path:
-        return self.run.path
-
-
 def launch_here(
-    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, job: LocalJob | None = None,
+    arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, run: RunFolder | None = None,
     worker: str = "runner.train", quiet: bool = False, meeting: Sequence[str] = ("--standalone",),
 ) -> None:  # fmt: skip
-    """Replace this process by torchrun with so many workers. A `job` is recorded in `log_dir`.
+    """Replace this process by torchrun with so many workers. A training `run` is recorded in its folder.
 
     `meeting` has the flags of torchrun that say where nodes meet.
     """
@@ -46,22 +31,22 @@ def launch_here(
     os.getcwd()  # where ranks start: a deleted folder is refused before anything is written
     command = [
         *module_command("runner.launch.agent.agent"), *meeting, "--nproc-per-node", str(nproc_per_node),
-        *(stopping(job.shutdown_s) if job else ()), "-m", worker, *arguments,
+        *(stopping(run.options.timeout_s) if run else ()), "-m", worker, *arguments,
     ]  # fmt: skip
     if dry_run:
         click.echo(shlex.join(command))
         return
-    if job is not None:
-        make_log_dir(job.log_dir)
+    if run is not None:
+        make_log_dir(run.path)
     with deferred():  # the process on record always writes how it ended
-        if job is not None:
-            with claim_log_dir(job.log_dir):
-                job.run.begin()
-                clear_state(job.log_dir)  # of the job before
-                write_job_record(job.log_dir, record_here(job.log_dir, job.name))
+        if run is not None:
+            with claim_log_dir(run.path):
+                run.begin()
+                clear_state(run.path)  # of the job before
+                write_job_record(run.path, record_here(run.path, run.name))
         if not quiet:
             ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
-            click.echo(f"starting {ranks}" + (f"; log in {job.log_dir}" if job is not None else ""), err=True)
+            click.echo(f"starting {ranks}" + (f"; log in {run.path}" if run is not None else ""), err=True)
         sys.stdout.flush()
         # The process stays. torch and others read their own files in the encoding of the locale.
         environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}

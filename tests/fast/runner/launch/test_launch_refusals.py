@@ -122,7 +122,7 @@ def test_resumed_run_is_not_refused_for_memory_as_its_checkpoint_may_recall_dtyp
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[Path] = []
-    monkeypatch.setattr("runner.launch.command.launch_here", lambda *_, job, **__: started.append(job.log_dir))
+    monkeypatch.setattr("runner.launch.command.launch_here", lambda *_, run, **__: started.append(run.path))
     monkeypatch.setattr("runner.launch.command.check_host_memory", lambda *_: pytest.fail("the dtypes are not known"))
     words = ["--data", "synthetic", "--device", "cpu", "--log-dir", str(place / "log"), "--restart-data", "--resume"]
     done = CliRunner().invoke(cli, ["launch", str(place / "trained"), "--", *words, str(place / "trained")])
