@@ -43,9 +43,6 @@ class Frame:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    def around(self, ids: list[int]) -> tuple[int, ...]:
-        return (*self.before, *ids, *self.after)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:

@@ -225,7 +225,6 @@ def _mean(seconds: Sequence[float]) -> float:
     return sum(seconds) / len(seconds) if seconds else 0.0
 
 
-logger = logging.getLogger("runner")
 _MOST_EVENTS = 1_000_000  # allocations and frees, the last ones; torch's default has no limit
 
 
