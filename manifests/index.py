@@ -17,7 +17,7 @@ SGLang and PEFT in `tests/interop/test_readers.py`, which fail when one consults
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from manifests.paths import is_in_stage_folder
@@ -28,6 +28,7 @@ MAX_SHARD_NBYTES = 45 << 30  # the Hugging Face hub recommends files below 50 * 
 MOST_READ_HEADER_NBYTES = 25_000_000  # huggingface_hub and huggingface.js refuse longer headers
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 
 def is_indexed(holds: Holds, path: str) -> bool:
@@ -57,6 +58,17 @@ def split_by_size(items: Iterable[T], nbytes_of: Callable[[T], int], most_nbytes
         runs[-1].append(item)
         total += nbytes
     return runs
+
+
+def share_evenly(
+    sizes: Iterable[tuple[K, int]], num_ranks: int, among: Mapping[K, Sequence[int]] | None = None
+) -> dict[K, int]:
+    """Return the rank of each item, one after the other: the one with the least so far, `among` those of the item."""
+    loads, ranks = [0] * num_ranks, dict[K, int]()
+    for item, size in sizes:
+        ranks[item] = min(range(num_ranks) if among is None else among[item], key=loads.__getitem__)
+        loads[ranks[item]] += size
+    return ranks
 
 
 def encode_index(weights: Mapping[str, Iterable[str]], total_nbytes: int) -> bytes:

@@ -31,6 +31,7 @@ from manifests.errors import (
     UserError,
     refused_by_system,
 )
+from manifests.index import share_evenly
 from manifests.schema import Holds, Manifest, Shard
 from manifests.store import open_shard
 from runner.bundle.verified_read import verified_blocks
@@ -79,13 +80,9 @@ def shards_of(manifest: Manifest, modules: Container[str], holds: Container[Hold
 
 def assign_shards(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard, ...], ...]:
     """Distribute shards over the ranks of a node, as evenly by bytes as files allow."""
-    assigned: list[list[Shard]] = [[] for _ in range(num_ranks)]
-    nbytes = [0] * num_ranks
-    for shard in sorted(shards, key=lambda shard: (-shard.nbytes, shard.path)):
-        rank = min(range(num_ranks), key=nbytes.__getitem__)
-        assigned[rank].append(shard)
-        nbytes[rank] += shard.nbytes
-    return tuple(map(tuple, assigned))
+    in_order = sorted(shards, key=lambda shard: (-shard.nbytes, shard.path))
+    ranks = share_evenly(((shard.path, shard.nbytes) for shard in in_order), num_ranks)
+    return tuple(tuple(shard for shard in in_order if ranks[shard.path] == rank) for rank in range(num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.errors import UnreachableError
+from manifests.index import share_evenly
 from manifests.schema import Shard
 from stores.base import Range
 
@@ -54,16 +55,13 @@ def plan_transfers(wanted: Mapping[int, Sequence[Wanted]]) -> tuple[Transfer, ..
                 cached.setdefault(shard.path, rank)
             else:
                 lacking.append(rank)
-    read_nbytes = dict.fromkeys(wanted, 0)
+    read = sorted((path for path in ranks if path not in cached), key=lambda path: (-nbytes[path], path))
+    readers = share_evenly(((path, nbytes[path]) for path in read), max(wanted, default=0) + 1, ranks)
     transfers = []
-    for path in sorted(ranks, key=lambda path: (-nbytes[path], path)):
-        sender = cached.get(path, -1)
-        if path not in cached:
-            sender = min(ranks[path], key=lambda rank: (read_nbytes[rank], rank))
-            read_nbytes[sender] += nbytes[path]
+    for path, sender in sorted({**cached, **readers}.items()):
         if receivers := tuple(rank for rank in ranks[path] if rank != sender):
             transfers.append(Transfer(path=path, sender=sender, receivers=receivers))
-    return tuple(sorted(transfers, key=lambda transfer: transfer.path))
+    return tuple(transfers)
 
 
 def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> dict[tuple[int, ...], dist.ProcessGroup]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from manifests.digest import PREFIX, Hasher
 from manifests.errors import ShardError
+from manifests.index import share_evenly
 from manifests.slices import Slice
 from runner.bundle.verified_read import check_digest
 from runner.distributed.fail_together import from_all_ranks
@@ -95,11 +96,7 @@ def choose_readers(sizes: Sequence[Mapping[_Key, int]]) -> dict[_Key, int]:
         nbytes |= of_rank
         for key in of_rank:
             ranks[key].append(rank)
-    assigned, chosen = [0] * len(sizes), dict[_Key, int]()
-    for key in sorted(ranks):
-        chosen[key] = min(ranks[key], key=assigned.__getitem__)
-        assigned[chosen[key]] += nbytes[key]
-    return chosen
+    return share_evenly(sorted(nbytes.items()), len(sizes), ranks)
 
 
 def verify_whole(tensor: ToVerify) -> Iterator[None]:

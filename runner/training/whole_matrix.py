@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from manifests.index import share_evenly
 from manifests.optimizer_state import shape_of
 from manifests.schema import StateKind
 from manifests.slices import Slice
@@ -61,11 +62,7 @@ def cost_of(shape: tuple[int, ...], is_muon: bool) -> int:
 
 def assign_owners(costs: Mapping[_Key, int], num_ranks: int) -> dict[_Key, int]:
     """Return the rank that steps each unit: the most costly first, each by the rank with the least to do so far."""
-    loads, owners = [0] * num_ranks, dict[_Key, int]()
-    for key in sorted(costs, key=lambda key: (-costs[key], key)):
-        owners[key] = min(range(num_ranks), key=lambda rank: (loads[rank], rank))
-        loads[owners[key]] += costs[key]
-    return owners
+    return share_evenly(sorted(costs.items(), key=lambda item: (-item[1], item[0])), num_ranks)
 
 
 class WholeMatrices:
