@@ -17,7 +17,7 @@ _RANK_FAILED = 5
 _OUR_CODES = (1, 2, 3, 4, 5)
 _AT_ONCE_S = 2  # torchrun's times are whole seconds
 _SILENT_S = 3 * ALIVE_S
-_AFTERMATH = (-signal.SIGTERM, -signal.SIGABRT)  # how torchrun, and NCCL's watchdog, end ranks that wait
+_TERMINATED, _ABORTED = -signal.SIGTERM, -signal.SIGABRT
 
 
 def find_cause(
@@ -26,13 +26,16 @@ def find_cause(
     """Return the failure that ended a job; None where the ranks stopped because they were asked to.
 
     A rank that was killed by a signal comes first, then errors of ranks themselves; where ranks only timed out, the
-    rank that they waited for, as far as heartbeats show it.
+    rank that they waited for, as far as heartbeats show it. torchrun ends the others with SIGTERM; NCCL's watchdog
+    aborts those that wait, as C++ does where it runs out of memory.
     """
     first_s = min(failure.timestamp for failure in failures.values())
     reports = {rank: read_report(failure.error_file_data) for rank, failure in failures.items()}
+    waiting = {beat.rank for beat in beats if beat.is_waiting}
     for rank, failure in sorted(failures.items()):
         is_first = failure.timestamp <= first_s + _AT_ONCE_S
-        if is_first and failure.exitcode < 0 and failure.exitcode not in _AFTERMATH:
+        is_aftermath = failure.exitcode == _TERMINATED or (failure.exitcode == _ABORTED and rank in waiting)
+        if is_first and failure.exitcode < 0 and not is_aftermath:
             return _killed(failure, place(rank))
     in_turn = [reports[rank] for rank in sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))]
     if (error := _first_error([report for report in in_turn if report is not None])) is not None:
@@ -40,7 +43,8 @@ def find_cause(
     lost = {rank for rank, report in reports.items() if report is not None and report.kind == "lost"}
     if (blamed := _awaited(beats, lost, first_s)) is not None:
         return blamed
-    rank = min(failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
+    aborted = {rank: failure for rank, failure in failures.items() if failure.exitcode == _ABORTED} or failures
+    rank = min(aborted, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
     return reports[rank] or _unreported(failures[rank], place(rank))
 
 
@@ -60,7 +64,10 @@ def _first_error(reports: Sequence[ExitReport]) -> ExitReport | None:
 
 def _killed(failure: ProcessFailure, where: str) -> ExitReport:
     name = _signal_name(-failure.exitcode)
-    hint = "out of memory? the kernel's OOM killer sends SIGKILL; check dmesg" if name == "SIGKILL" else ""
+    hint = {
+        "SIGKILL": "out of memory? the kernel's OOM killer sends SIGKILL; check dmesg",
+        "SIGABRT": "a library ended it, out of memory perhaps: it has printed why, above",
+    }.get(name, "")
     problem = f"killed by {name}; stopping all ranks"
     return ExitReport(
         kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.killed"

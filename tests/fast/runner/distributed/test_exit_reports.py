@@ -76,6 +76,15 @@ def test_killed_rank_comes_before_peers_that_noticed_it_first(tmp_path: Path) ->
     assert cause_of(failures) == (5, "rank 2, node n", "rank.killed")
 
 
+def test_rank_that_aborted_is_the_cause_unless_it_waited_as_those_do_that_nccl_aborts(tmp_path: Path) -> None:
+    failures = {1: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -6)}
+    busy = (beat(0), beat(1), beat(2, is_waiting=False))
+    assert cause_of({2: failures[2], 1: failure(tmp_path, -15)}, busy) == (5, "rank 2, node n", "rank.killed")
+    assert cause_of(failures, (beat(0), beat(1), beat(2))) == (5, "rank 2, node n", "rank.killed")
+    stuck = (*map(beat, range(3)), beat(3, is_waiting=False))
+    assert cause_of(failures, stuck) == (5, "rank 3, stage 3, node n", "rank.stuck")
+
+
 def test_rank_that_torchrun_had_to_kill_in_the_end_is_not_blamed_for_that(tmp_path: Path) -> None:
     failures = {1: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -9, time_s=NOW + 30)}
     beats = (beat(0), beat(1), beat(2, silent_s=9), beat(3))

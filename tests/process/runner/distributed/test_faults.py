@@ -153,7 +153,7 @@ def test_peers_of_a_rank_with_a_bad_shard_exit_with_code_5_and_one_of_them_repor
     ranks = [{**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     codes, said = run_all([*command, "--log-dir", tmp_path], ranks, tmp_path)
     assert codes == [5, 3], said
-    assert re.match(rf"error: {damage(bad)}: ", said[0])
+    assert re.search(rf"^error: {damage(bad)}: ", said[0], re.MULTILINE), said[0]
     assert said[1] == ""
 
 
