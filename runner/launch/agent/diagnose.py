@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from manifests.command.signals import INTERRUPTED
 from runner.rundir.exit_report import ExitReport, place_of, read_report
 from runner.rundir.heartbeat import ALIVE_S, SKEWED_S, Beat, log_path
 
@@ -25,9 +26,9 @@ def find_cause(
 ) -> ExitReport | None:
     """Return the failure that ended a job; None where the ranks stopped because they were asked to.
 
-    A rank that was killed by a signal comes first, then errors of ranks themselves; where ranks only timed out, the
-    rank that they waited for, as far as heartbeats show it. torchrun ends the others with SIGTERM; NCCL's watchdog
-    aborts those that wait, as C++ does where it runs out of memory.
+    A rank that was killed by a signal, or exited with a code that is none of ours, comes first, then errors of ranks
+    themselves; where ranks only timed out, the rank that they waited for, as far as heartbeats show it. Others follow:
+    torchrun ends them with SIGTERM, and NCCL's watchdog aborts ranks that wait.
     """
     first_s = min(failure.timestamp for failure in failures.values())
     reports = {rank: read_report(failure.error_file_data) for rank, failure in failures.items()}
@@ -35,8 +36,9 @@ def find_cause(
     for rank, failure in sorted(failures.items()):
         is_first = failure.timestamp <= first_s + _AT_ONCE_S
         is_aftermath = failure.exitcode == _TERMINATED or (failure.exitcode == _ABORTED and rank in waiting)
-        if is_first and failure.exitcode < 0 and not is_aftermath:
-            return _killed(failure, place(rank))
+        is_known = reports[rank] is not None or failure.exitcode in (*_OUR_CODES, INTERRUPTED)
+        if is_first and not is_aftermath and (failure.exitcode < 0 or not is_known):
+            return _unreported(failure, place(rank))
     in_turn = [reports[rank] for rank in sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))]
     if (error := _first_error([report for report in in_turn if report is not None])) is not None:
         return error
@@ -107,7 +109,7 @@ def _silences(beats: Sequence[Beat], ended_s: float) -> dict[int, float]:
 def _unreported(failure: ProcessFailure, where: str) -> ExitReport | None:
     if failure.exitcode < 0:
         return _killed(failure, where)
-    if failure.exitcode == 130:
+    if failure.exitcode == INTERRUPTED:
         return None
     code = failure.exitcode if failure.exitcode in _OUR_CODES else _RANK_FAILED
     problem = f"exited with code {failure.exitcode} without a report; stopping all ranks"

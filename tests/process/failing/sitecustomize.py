@@ -7,7 +7,6 @@ brought to it (HANGING_DISK).
 import ctypes
 import errno
 import os
-import resource
 import signal
 import time
 
@@ -21,16 +20,11 @@ def sleep_with_lock():
     ctypes.PyDLL(None).sleep(600)
 
 
-def leak():
-    """Take all that malloc can give within the address space that the process has now."""
-    with open("/proc/self/statm") as file:
-        nbytes = int(file.read().split()[0]) * os.sysconf("SC_PAGESIZE")
-    resource.setrlimit(resource.RLIMIT_AS, (nbytes, resource.RLIM_INFINITY))
-    malloc = ctypes.CDLL(None).malloc
-    malloc.restype, malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    for block_nbytes in (1 << 20, 1 << 18, 1 << 16):
-        while malloc(block_nbytes):
-            pass
+def allocate():
+    """Ask torch for more memory than there is, by the thread that computes: another one's C++ would abort."""
+    import torch
+
+    torch.empty(1 << 50, dtype=torch.uint8)
 
 
 def fill():

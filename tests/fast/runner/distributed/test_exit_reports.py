@@ -85,6 +85,13 @@ def test_rank_that_aborted_is_the_cause_unless_it_waited_as_those_do_that_nccl_a
     assert cause_of(failures, stuck) == (5, "rank 3, stage 3, node n", "rank.stuck")
 
 
+def test_rank_that_ended_with_a_code_of_no_rank_and_no_report_is_the_cause(tmp_path: Path) -> None:
+    """glibc exits with 127 where a thread gets no memory."""
+    failures = {0: failure(tmp_path, -15), 1: failure(tmp_path, 127), 2: failure(tmp_path, 5, LOST)}
+    beats = (beat(0, is_waiting=False), beat(1), beat(2))
+    assert cause_of(failures, beats) == (5, "rank 1, node n", "rank.ended")
+
+
 def test_rank_that_torchrun_had_to_kill_in_the_end_is_not_blamed_for_that(tmp_path: Path) -> None:
     failures = {1: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -9, time_s=NOW + 30)}
     beats = (beat(0), beat(1), beat(2, silent_s=9), beat(3))

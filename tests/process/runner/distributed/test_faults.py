@@ -36,7 +36,6 @@ class Fault:
     code: str
     number: signal.Signals = signal.SIGUSR1
     does: str = ""  # at SIGUSR1: a function of tests/process/failing
-    training: tuple[str, ...] = ()
     limit_s: float = 120
     num_ranks: int = 2
 
@@ -61,12 +60,7 @@ FAULTS = (
 )
 # A process that does not react to SIGTERM gets SIGKILL from torchrun after 30 s.
 SLOW_FAULTS = (
-    Fault(
-        name="out of memory",
-        does="leak",
-        training=("--seq-len", "512", "--microbatch", "2", "--timeout", "60"),
-        code="system.out-of-memory",
-    ),
+    Fault(name="out of memory", does="allocate", code="system.out-of-memory"),
     Fault(name="is stopped", number=signal.SIGSTOP, code="rank.silent", limit_s=8 + 120),
     Fault(name="hangs with Python's lock", does="sleep_with_lock", code="rank.silent", limit_s=8 + 120),
 )
@@ -78,7 +72,7 @@ SLOW_FAULTS = (
     ids=lambda fault: fault.name.replace(" ", "-"),
 )
 def test_rank_that_fails_ends_all_with_one_message_and_no_process_left(tmp_path: Path, fault: Fault) -> None:
-    with failing(pack_tiny(tmp_path, fault.num_ranks), tmp_path, *fault.training, FAULT=fault.does) as run:
+    with failing(pack_tiny(tmp_path, fault.num_ranks), tmp_path, FAULT=fault.does) as run:
         run.wait_for_step(3)
         pids = run.ranks()
         begun_s = time.monotonic()
