@@ -26,27 +26,33 @@ def find_cause(
 ) -> ExitReport | None:
     """Return the failure that ended a job; None where the ranks stopped because they were asked to.
 
-    A rank that was killed by a signal, or exited with a code that is none of ours, comes first, then errors of ranks
-    themselves; where ranks only timed out, the rank that they waited for, as far as heartbeats show it. Others follow:
+    A rank that was killed by a signal comes first, then errors of ranks themselves, then a rank that ended with no
+    report; where ranks only timed out, the rank that they waited for, as far as heartbeats show it. Others follow:
     torchrun ends them with SIGTERM, and NCCL's watchdog aborts ranks that wait.
     """
     first_s = min(failure.timestamp for failure in failures.values())
     reports = {rank: read_report(failure.error_file_data) for rank, failure in failures.items()}
-    waiting = {beat.rank for beat in beats if beat.is_waiting}
-    for rank, failure in sorted(failures.items()):
-        is_first = failure.timestamp <= first_s + _AT_ONCE_S
-        is_aftermath = failure.exitcode == _TERMINATED or (failure.exitcode == _ABORTED and rank in waiting)
-        is_known = reports[rank] is not None or failure.exitcode in (*_OUR_CODES, INTERRUPTED)
-        if is_first and not is_aftermath and (failure.exitcode < 0 or not is_known):
-            return _unreported(failure, place(rank))
+    first = {rank: failure for rank, failure in sorted(failures.items()) if failure.timestamp <= first_s + _AT_ONCE_S}
+    for rank, failure in first.items():
+        if failure.exitcode < 0 and failure.exitcode not in (_TERMINATED, _ABORTED):
+            return _killed(failure, place(rank))
     in_turn = [reports[rank] for rank in sorted(failures, key=lambda rank: (failures[rank].timestamp, rank))]
     if (error := _first_error([report for report in in_turn if report is not None])) is not None:
         return error
+    for rank, failure in first.items():
+        if reports[rank] is None and failure.exitcode > 0 and failure.exitcode not in (*_OUR_CODES, INTERRUPTED):
+            return _unreported(failure, place(rank))
     lost = {rank for rank, report in reports.items() if report is not None and report.kind == "lost"}
+    # The watchdog aborts every rank that waits, and a rank of a library that fails is aborted alone.
+    aborted = [rank for rank, failure in failures.items() if failure.exitcode == _ABORTED]
+    is_alone = len(aborted) == 1 and not any(report is not None and report.kind == "stuck" for report in in_turn)
+    if is_alone and any(beat.rank == aborted[0] and not beat.is_waiting for beat in beats):
+        return _killed(failures[aborted[0]], place(aborted[0]))
     if (blamed := _awaited(beats, lost, first_s)) is not None:
         return blamed
-    aborted = {rank: failure for rank, failure in failures.items() if failure.exitcode == _ABORTED} or failures
-    rank = min(aborted, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
+    if is_alone:
+        return _killed(failures[aborted[0]], place(aborted[0]))
+    rank = min(failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
     return reports[rank] or _unreported(failures[rank], place(rank))
 
 

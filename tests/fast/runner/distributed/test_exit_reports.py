@@ -76,13 +76,26 @@ def test_killed_rank_comes_before_peers_that_noticed_it_first(tmp_path: Path) ->
     assert cause_of(failures) == (5, "rank 2, node n", "rank.killed")
 
 
-def test_rank_that_aborted_is_the_cause_unless_it_waited_as_those_do_that_nccl_aborts(tmp_path: Path) -> None:
+def test_rank_that_aborted_alone_is_the_cause_unless_another_failed_or_is_waited_for(tmp_path: Path) -> None:
     failures = {1: failure(tmp_path, 5, LOST), 2: failure(tmp_path, -6)}
+    aborted = (5, "rank 2, node n", "rank.killed")
     busy = (beat(0), beat(1), beat(2, is_waiting=False))
-    assert cause_of({2: failures[2], 1: failure(tmp_path, -15)}, busy) == (5, "rank 2, node n", "rank.killed")
-    assert cause_of(failures, (beat(0), beat(1), beat(2))) == (5, "rank 2, node n", "rank.killed")
+    assert cause_of({2: failures[2], 1: failure(tmp_path, -15)}, busy) == aborted
+    assert cause_of(failures, (beat(0), beat(1), beat(2))) == aborted
+    assert cause_of(failures) == aborted
     stuck = (*map(beat, range(3)), beat(3, is_waiting=False))
     assert cause_of(failures, stuck) == (5, "rank 3, stage 3, node n", "rank.stuck")
+
+
+@pytest.mark.parametrize("beats", [(), (beat(0, is_waiting=False), beat(1), beat(2))], ids=["none", "busy"])
+def test_rank_that_nccl_aborted_is_no_cause(tmp_path: Path, beats: tuple[Beat, ...]) -> None:
+    """Its host waits for the device, as far as a heartbeat shows it, or it has sent none yet."""
+    own, nccl = failure(tmp_path, 3, OWN), failure(tmp_path, -6)
+    assert cause_of({0: nccl, 2: own}, beats) == (3, "rank 2, stage 2, node n: shard", "shard.damaged")
+    ended = {0: nccl, 1: nccl, 2: failure(tmp_path, 5, replace(LOST, kind="stuck", error_code="rank.stuck"))}
+    found = cause_of(ended, beats)
+    assert found is not None
+    assert found[2] == "rank.stuck"
 
 
 def test_rank_that_ended_with_a_code_of_no_rank_and_no_report_is_the_cause(tmp_path: Path) -> None:
