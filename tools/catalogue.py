@@ -39,7 +39,7 @@ from runner.models.routers import routers_of
 from runner.pipeline.chunk import StageChunk, cast
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
 from tools.parity import Layers, compare, look_at_layers
-from tools.shared_parity import expert_parallel, mixing_tokens, why_not_tensor_parallel
+from tools.shared_parity import expert_parallel, refusing_cp, why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
 
 PATH = Path(__file__).parents[1] / "manifests" / "models" / "catalogue.json"
@@ -120,8 +120,8 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
     simple = [entry for entry in trained if not entry.hands_on_trees]
     for name in expert_parallel(simple):
         found[name]["distributes_experts"] = True
-    for name in mixing_tokens(simple):
-        found[name]["mixes_tokens"] = True
+    for name in refusing_cp(simple):
+        found[name]["no_cp"] = True
     return found, refused
 
 

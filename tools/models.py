@@ -15,7 +15,7 @@ from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, lef
 from manifests.models.trainable import (
     hands_on_trees,
     is_generic,
-    mixes_tokens,
+    refuses_cp,
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
@@ -50,7 +50,7 @@ def render() -> str:
         entry = entry_of(name)
         road = "by shape" if name in ARCHITECTURES else "by name"
         tensor, expert = _tensor(name), "" if why_not_expert_parallel(name) else "yes"
-        context = "" if not is_generic(name) or mixes_tokens(name) or hands_on_trees(name) else "yes"
+        context = "" if not is_generic(name) or refuses_cp(name) or hands_on_trees(name) else "yes"
         plan = "config.json" if name in ARCHITECTURES else "with transformers"
         cells = f"`{name}`", plan, road, _trains(name), _ties(entry), tensor, expert, context
         lines.append(f"| {' | '.join(cells)} |")

@@ -67,7 +67,7 @@ def expert_parallel(entries: Collection[CatalogueEntry]) -> tuple[str, ...]:
     return tuple(architecture for architecture, why in reasons.items() if not why)
 
 
-def mixing_tokens(entries: Sequence[CatalogueEntry]) -> tuple[str, ...]:
+def refusing_cp(entries: Sequence[CatalogueEntry]) -> tuple[str, ...]:
     """Return those of these architectures that ranks with parts of each row train otherwise than one process."""
     return tuple(architecture for architecture, why in _compare(entries, "context").items() if why)
 

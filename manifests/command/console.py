@@ -27,6 +27,24 @@ _TRAINING_FLAGS = (
     "ac", "loss-chunk", "memory-limit", "cost",
 )  # fmt: skip
 # What was removed, as it was typed, and what to use instead.
+_OF_PATHS = frozenset(
+    f"--{name}"
+    for name in (
+        "against",
+        "base",
+        "chain",
+        "checkpoint",
+        "data",
+        "draw",
+        "eval-data",
+        "from-run",
+        "job",
+        "log-dir",
+        "out",
+        "publish",
+        "save",
+    )
+)
 MOVED = {
     "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
     "reshard sign --out": "the signature is manifest.sig beside the manifest",
@@ -109,9 +127,10 @@ def run_cli(
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse a flag without a value, as a shell writes `--out "$OUT"` where the variable is not set: not a path of ."""
-    for flag, word in pairwise(words):
-        if flag.startswith("--") and len(flag) > 2 and "=" not in flag and not word:
+    """Refuse an empty path, as a shell writes `--out "$OUT"` where the variable is not set: it would be the folder ."""
+    for word, following in pairwise((*words, "-")):
+        flag, joined, value = word.partition("=")
+        if flag in _OF_PATHS and not (value if joined else following):
             problem, hint = "expects a value, found none", "give one; if it is a variable's, the variable is not set"
             raise UsageError(flag, problem, hint, code="usage.arguments")
 

@@ -14,7 +14,7 @@ from manifests.models.trainable import (
     NARROW,
     hands_on_trees,
     is_generic,
-    mixes_tokens,
+    refuses_cp,
     why_not_expert_parallel,
     why_not_tensor_parallel,
 )
@@ -255,12 +255,12 @@ def check_degrees(
 
 def why_not_proven(architecture: str, config: Mapping[str, Any], training: Training) -> str:
     """Return why the proof before step 1 refuses these degrees, as far as is known without it, or nothing."""
-    if training.context > 1 and mixes_tokens(architecture):
-        return f"--cp: tokens of {architecture} meet outside of attention"
+    if training.context > 1 and refuses_cp(architecture):
+        return f"--cp: ranks with a part of each row do not compute what {architecture} computes"
     section = config.get("text_config")
     fields = section if isinstance(section, Mapping) else config
     for name, value in fields.items() if training.tensor > 1 else ():
-        if _DRAWN.search(name) and isinstance(value, (int, float)) and value > 0:
+        if _DRAWN.search(name) and not isinstance(value, bool) and isinstance(value, (int, float)) and value > 0:
             return f"--tp: ranks would draw the same random numbers for {name} ({value:g}, config.json)"
     return ""
 

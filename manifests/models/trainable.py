@@ -49,10 +49,10 @@ def why_not_expert_parallel(architecture: str, *, is_own: bool = False) -> str:
     return "" if has_plan else "transformers has no plan for its experts that was found to compute the same"
 
 
-def mixes_tokens(architecture: str) -> bool:
-    """Return whether tokens meet outside of attention, so that the proof before step 1 refuses `--cp`."""
+def refuses_cp(architecture: str) -> bool:
+    """Return whether the proof before step 1 refuses `--cp`: tokens meet outside of attention, or it takes no mask."""
     entry = generic_entry(architecture)
-    return entry is not None and entry.mixes_tokens
+    return entry is not None and entry.no_cp
 
 
 def hands_on_trees(architecture: str) -> bool:

@@ -131,7 +131,7 @@ def drop_tensors(
         name = dropped if dropped in tensors else stored.get(dropped)
         matches = [name] if name else [below for below in tensors if below.startswith(f"{dropped}.")]
         if not matches:
-            close = nearest_word(dropped, {below.rpartition(".")[0] for below in tensors})
+            close = nearest_word(dropped, sorted({below.rpartition(".")[0] for below in tensors}))
             problem, hint = f"the source has no tensor or module {dropped!r}", f"did you mean {close}?" if close else ""
             raise InputError(Parameter("drop"), problem, hint, code="options.unknown-drop")
         for match in matches:

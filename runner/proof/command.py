@@ -97,7 +97,8 @@ def _prove_run(
         degrees = check_request(launched, options, num_ranks)
         if options.resume.source is not None and not is_quiet:
             click.echo(
-                "note: --resume is not read: give the flags that the checkpoint recalls, such as --dtype", err=True
+                "note: --resume is not read: give the flags that a checkpoint recalls, such as --dtype and --optimizer",
+                err=True,
             )
         from runner.proof.alone import Request, as_json, table_of, try_here
 

@@ -25,6 +25,13 @@ def test_batch_that_cannot_be_split_is_refused(
     wording(str(error.value))
 
 
+@pytest.mark.parametrize("flag", ["--global-batch", "--microbatch", "--seq-len", "--loss-chunk"])
+def test_count_of_none_is_refused(flag: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_training(["--data", "synthetic", flag, "0"])
+    assert (error.value.where, error.value.code) == (flag, "usage.arguments")
+
+
 @pytest.mark.parametrize(
     ("fields", "where", "code"),
     [
