@@ -256,7 +256,7 @@ def check_degrees(
 def why_not_proven(architecture: str, config: Mapping[str, Any], training: Training) -> str:
     """Return why the proof before step 1 refuses these degrees, as far as is known without it, or nothing."""
     if training.context > 1 and refuses_cp(architecture):
-        return f"--cp: ranks with a part of each row do not compute what {architecture} computes"
+        return f"--cp: ranks do not compute what {architecture} computes"
     section = config.get("text_config")
     fields = section if isinstance(section, Mapping) else config
     for name, value in fields.items() if training.tensor > 1 else ():
