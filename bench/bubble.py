@@ -133,6 +133,7 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
         assert picture is not None
         page.with_suffix(".svg").write_text(_standalone(picture[0], 640))
     traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
+    assert traces.seconds >= 3 * case.wait_s * case.num_layers * 8 / case.num_ranks, "layers did not wait"
     parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
     return {
         "layout": case.layout,

@@ -26,25 +26,11 @@ _TRAINING_FLAGS = (
     "schedule", "microbatches", "microbatch", "seq-len", "dtype-policy", "dp-replicate", "dp-shard", "tp", "ep",
     "ac", "loss-chunk", "memory-limit", "cost",
 )  # fmt: skip
+_OF_PATHS = frozenset((
+    "--against", "--base", "--chain", "--checkpoint", "--data", "--draw", "--eval-data", "--from-run", "--job",
+    "--log-dir", "--out", "--publish", "--save",
+))  # fmt: skip
 # What was removed, as it was typed, and what to use instead.
-_OF_PATHS = frozenset(
-    f"--{name}"
-    for name in (
-        "against",
-        "base",
-        "chain",
-        "checkpoint",
-        "data",
-        "draw",
-        "eval-data",
-        "from-run",
-        "job",
-        "log-dir",
-        "out",
-        "publish",
-        "save",
-    )
-)
 MOVED = {
     "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
     "reshard sign --out": "the signature is manifest.sig beside the manifest",

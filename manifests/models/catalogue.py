@@ -96,7 +96,7 @@ class CatalogueEntry:
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     no_tp: str = ""  # why its matrices are not sharded over tensor-parallel ranks
     distributes_experts: bool = False  # whether transformers' plan distributes them over ranks
-    no_cp: bool = False  # whether ranks with a part of each row compute something else: attention takes no mask, ...
+    no_cp: bool = False  # whether ranks with a part of each row do not compute what one process does
     aux_loss: bool = False  # whether transformers' forward adds the load-balancing loss of its routers' logits
     router_bias: str = ""  # the dtype of the biases of its routers in a model in bfloat16; "": it has none
     latent: bool = False  # whether a head's width is that of latent attention

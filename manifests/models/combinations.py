@@ -257,19 +257,22 @@ def why_not_proven(architecture: str, config: Mapping[str, Any], training: Train
     """Return why the proof before step 1 refuses these degrees, as far as is known without it, or nothing."""
     if training.context > 1 and refuses_cp(architecture):
         return f"--cp: ranks do not compute what {architecture} computes"
-    section = config.get("text_config")
-    fields = section if isinstance(section, Mapping) else config
-    for name, value in fields.items() if training.tensor > 1 else ():
+    for name, value in _text_fields(config).items() if training.tensor > 1 else ():
         if _DRAWN.search(name) and not isinstance(value, bool) and isinstance(value, (int, float)) and value > 0:
             return f"--tp: ranks would draw the same random numbers for {name} ({value:g}, config.json)"
     return ""
 
 
+def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the fields of the text model."""
+    section = config.get("text_config")
+    return section if isinstance(section, Mapping) else config
+
+
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
     """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each."""
-    section = config.get("text_config")
+    fields = _text_fields(config)
     for name in _CUT:
-        fields = section if isinstance(section, Mapping) else config
         if isinstance(count := fields.get(name), int) and count % num_tensor:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
@@ -281,8 +284,7 @@ def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMeth
 
     They exchange those of one tensor-parallel rank.
     """
-    section = config.get("text_config")
-    fields = section if isinstance(section, Mapping) else config
+    fields = _text_fields(config)
     for name in _HEADS if method == "ulysses" else ():
         counts = fields.get(name)
         for count in counts if isinstance(counts, list) else [counts]:
@@ -294,8 +296,7 @@ def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMeth
 
 def constant_length(config: Mapping[str, Any]) -> float:
     """Return up to which length of rows the frequencies of a RoPE are the same; infinite for most kinds."""
-    section, most = config.get("text_config"), math.inf
-    fields = section if isinstance(section, Mapping) else config
+    fields, most = _text_fields(config), math.inf
     parameters = fields.get("rope_parameters") or fields.get("rope_scaling")
     ropes = (parameters, *parameters.values()) if isinstance(parameters, Mapping) else ()  # those of layer types, too
     for rope in (rope for rope in ropes if isinstance(rope, Mapping)):

@@ -43,16 +43,14 @@ def find_cause(
         if reports[rank] is None and failure.exitcode > 0 and failure.exitcode not in (*_OUR_CODES, INTERRUPTED):
             return _unreported(failure, place(rank))
     lost = {rank for rank, report in reports.items() if report is not None and report.kind == "lost"}
-    # The watchdog aborts every rank that waits, and a rank of a library that fails is aborted alone.
+    # The watchdog aborts every rank that waits; where a library fails, its rank is aborted alone.
     aborted = [rank for rank, failure in failures.items() if failure.exitcode == _ABORTED]
-    is_alone = len(aborted) == 1 and not any(report is not None and report.kind == "stuck" for report in in_turn)
-    if is_alone and any(beat.rank == aborted[0] and not beat.is_waiting for beat in beats):
-        return _killed(failures[aborted[0]], place(aborted[0]))
-    if (blamed := _awaited(beats, lost, first_s)) is not None:
+    if len(aborted) > 1 or any(report is not None and report.kind == "stuck" for report in in_turn):
+        aborted = []
+    is_busy = any(beat.rank in aborted and not beat.is_waiting for beat in beats)
+    if not is_busy and (blamed := _awaited(beats, lost, first_s)) is not None:
         return blamed
-    if is_alone:
-        return _killed(failures[aborted[0]], place(aborted[0]))
-    rank = min(failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
+    rank = min(aborted or failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
     return reports[rank] or _unreported(failures[rank], place(rank))
 
 

@@ -35,7 +35,7 @@ class Desk:
             self.most = max(self.most, self._now)
             self._changed.notify_all()
             assert self._changed.wait_for(lambda: self.most >= self.wanted, timeout=10)
-        time.sleep(0.001)
+        time.sleep(0.05)  # a hundred take 0.3 s, in which the failure of one is noticed
         with self._changed:
             self._now -= 1
 
@@ -74,9 +74,9 @@ def test_headers_are_read_sixteen_at_a_time_and_returned_in_order() -> None:
 
 def test_the_first_file_that_is_refused_is_named_and_no_other_is_begun() -> None:
     desk = Desk()
-    files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(2000)]
+    files = [FarFile(f"{number}", desk, b"cut" if number in (2, 3) else HEADER) for number in range(200)]
     assert refused(lambda: dict(each_file_header(files))) == ("header.not-safetensors", "2")
-    assert len(desk.served) < 1000
+    assert len(desk.served) < 100
 
 
 def test_damaged_header_on_the_hub_is_refused_as_it_is_here(hub: Hub, tmp_path: Path) -> None:

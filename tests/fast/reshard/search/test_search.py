@@ -70,18 +70,8 @@ def test_pack_and_launch_accept_what_is_suggested(name: str, tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("architecture", "changes", "degree", "reason"),
     [
-        (
-            "Lfm2ForCausalLM",
-            {},
-            "context",
-            "--cp: ranks do not compute what Lfm2ForCausalLM computes",
-        ),
-        (
-            "Qwen3NextForCausalLM",
-            {},
-            "context",
-            "--cp: ranks do not compute what Qwen3NextForCausalLM computes",
-        ),
+        ("Lfm2ForCausalLM", {}, "context", "--cp: ranks do not compute what Lfm2ForCausalLM computes"),
+        ("Qwen3NextForCausalLM", {}, "context", "--cp: ranks do not compute what Qwen3NextForCausalLM computes"),
         ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "context", "--cp: is not verified for OPTForCausalLM"),
         ("LlamaForCausalLM", {"attention_dropout": 0.1}, "tensor", "--tp: ranks would draw the same random numbers"),
     ],
