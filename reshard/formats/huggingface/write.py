@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
+from manifests.digest import split_digests
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
+from manifests.safetensors import DIGESTS_KEY
 from manifests.trained import TRAINED_NAME
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import GivenHeader, OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
-from reshard.tensors.lazy import MemoryFile
+from reshard.tensors.lazy import DerivedFile, MemoryFile
 from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
 from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in
 from stores.base import read_whole
@@ -25,8 +28,9 @@ from stores.open import Address
 def plan_export(checkpoint: Checkpoint) -> tuple[OutputShard, ...]:
     """Plan every tensor into the shard that it came from.
 
-    A shard whose tensors still have their original dtypes and shapes gets its original header; otherwise it gets a new
-    one, in the same order. A shard without remaining tensors (`--drop`) is not written.
+    A shard whose tensors still have their original dtypes and shapes gets its original header; otherwise, or if that
+    has digests of other bytes, it gets a new one, in the same order. A shard without remaining tensors (`--drop`) is
+    not written.
     """
     dropped = set(checkpoint.record.dropped)
     planned = []
@@ -64,15 +68,27 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
         (entry.dtype, entry.shape) == (origin.dtype, origin.shape)
         for entry, origin in zip(entries, origins, strict=True)
     )
-    text = recorded.header_text
-    if not same:
+    text, metadata = recorded.header_text, _metadata_for(origins, recorded_header.metadata)
+    if not same or metadata != recorded_header.metadata:
         kinds = {
             entry.name: (entry.name, origin.dtype, origin.shape) for entry, origin in zip(entries, origins, strict=True)
         }
         entries = lay_out_anew(entries, kinds)
-        text = new_header_text(entries, recorded_header.metadata)
+        text = new_header_text(entries, metadata)
     given = GivenHeader.of(text, entries)
     return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
+
+
+def _metadata_for(origins: Sequence[TensorAt], metadata: Mapping[str, str]) -> Mapping[str, str]:
+    """Return a header's metadata, without digests, as our own files have them, of other bytes than these tensors'."""
+    digests = split_digests(metadata.get(DIGESTS_KEY, "")) or ()
+    changed = (
+        origin.digest != digest if origin.blake3 is not None else isinstance(origin.file, DerivedFile)
+        for origin, digest in zip(origins, digests, strict=False)
+    )
+    if not digests or (len(digests) == len(origins) and not any(changed)):
+        return metadata
+    return {key: value for key, value in metadata.items() if key != DIGESTS_KEY}
 
 
 def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:

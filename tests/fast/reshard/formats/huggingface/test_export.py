@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 from safetensors import safe_open
 
 from tests.builders import (
@@ -134,6 +135,25 @@ def test_index_keeps_a_count_of_parameters_as_long_as_its_tensors(
     total = sum(len(tensor.data) // 2 for name, tensor in tensors.items() if name != STRAY)
     exported = export(out, "--dtype", "bf16")
     assert json.loads((exported / INDEX).read_text())["metadata"] == {**kept, "total_size": total}
+
+
+@pytest.mark.parametrize("change", ["none", "values", "dtype"])
+def test_digests_in_headers_of_the_source_do_not_outlive_the_bytes_that_they_are_of(
+    change: str, tmp_path: Path
+) -> None:
+    tensors = random_tensors(llama_config(), dtypes=["F32"])
+    digests = " ".join(blake3(tensor.data).hexdigest() for tensor in tensors.values())
+    write_model(tmp_path / "source", llama_config(), tensors)
+    metadata = {"format": "pt", "blake3": digests}  # as `reshard delta apply` writes it
+    write_safetensors(tmp_path / "source/model.safetensors", tensors, metadata=metadata)
+    out = pack(tmp_path / "source")
+    if change == "values":
+        train(out)
+    exported = export(out, *(("--dtype", "bf16") if change == "dtype" else ())) / "model.safetensors"
+    with safe_open(exported, framework="numpy") as file:
+        assert file.metadata() == (metadata if change == "none" else {"format": "pt"})
+    is_same = exported.read_bytes() == (tmp_path / "source/model.safetensors").read_bytes()
+    assert is_same == (change == "none")
 
 
 def test_shard_of_which_everything_was_dropped_is_not_exported(tmp_path: Path) -> None:
