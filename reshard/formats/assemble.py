@@ -60,7 +60,7 @@ class ModelTensors:
 
     shape: ModelShape
     weights: Mapping[str, TensorAt]
-    dropped: tuple[str, ...]
+    dropped: Mapping[str, TensorAt]
     where: str
     description: ModelDescription | None = None
 
@@ -69,7 +69,8 @@ class ModelTensors:
         cls, weights: MutableMapping[str, TensorAt], config: ModelConfig, options: OpenOptions, where: str
     ) -> ModelTensors:
         """Check that weights are exactly those of the model."""
-        dropped = drop_tensors(weights, options.drop - {OPTIMIZER}, config.shape)
+        stored = dict(weights)
+        dropped = {name: stored[name] for name in drop_tensors(weights, options.drop - {OPTIMIZER}, config.shape)}
         shape = config.shape or model_shape(
             config.fields, str(config.file), stored_in(weights, where), options.description
         )
@@ -106,7 +107,7 @@ class ModelTensors:
             shape=self.shape,
             tensors=self.weights,
             auxiliary=tuple(item for item in auxiliary if not names_weights(item.path)),
-            record=record_anew(self.weights.values(), self.dropped),
+            record=record_anew((*self.weights.values(), *self.dropped.values()), tuple(self.dropped)),
             source=Source(kind=folder.kind, location=location, revision=revision, left_out=left_out),
             originals=OriginalFiles(
                 location=location, revision=revision, files={name: folder.file(name) for name in files}

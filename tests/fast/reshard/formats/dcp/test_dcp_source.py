@@ -171,6 +171,15 @@ def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> 
     assert manifest["source"]["left_out"] == ["dataloader", "optimizer"]
 
 
+def test_pack_without_a_tensor_that_was_dropped_is_a_checkpoint(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    source = save(tmp_path / "step-7", "llama", {**state, "model.mean": torch.ones(3)})
+    packed = pack(source, tmp_path / "packed", "pp=2", "--drop", "model.mean")
+    run("verify", packed)
+    run("export", packed, "--to", "hf", "--out", tmp_path / "exported")
+    assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), state)
+
+
 def codes(folder: Path, *args: str | Path) -> list[str]:
     return [found["code"] for found in reshard("check", folder, *args, "--json").json["problems"]]
 
