@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -118,6 +118,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
                 raise UsageError(location, problem, "merge it alone", code="options.conflict")
             replaced[fqn] = _replacement(adapter, tensor, checkpoint.tensors.get(fqn))
         _check_base(adapter, (base for fqn in touched if (base := find(fqn)) is not None))
+        _check_ties(adapter, touched | adapter.saved.keys(), checkpoint)
     tensors = dict(checkpoint.tensors)
     for fqn, several in terms.items():
         if fqn in replaced:
@@ -216,6 +217,16 @@ def _check_base(adapter: Adapter, adapted: Iterable[TensorAt]) -> None:
     actual = digest_of_base((tensor.name, tensor.digest) for tensor in adapted)
     if None not in (adapter.base_digest, actual) and adapter.base_digest != actual:
         raise _other(adapter, "was trained on other weights: the digests of the tensors that it adapts differ")
+
+
+def _check_ties(adapter: Adapter, changed: Collection[str], checkpoint: Checkpoint) -> None:
+    """Refuse to change all of a tied weight that is stored once: peft changes the one use of it that is adapted."""
+    for group in checkpoint.shape.ties:
+        stored = [fqn for fqn in group if fqn in checkpoint.tensors]
+        if len(stored) == 1 and stored[0] in changed:
+            problem = f"changes {stored[0]} alone, and the config ties {' and '.join(group)}"
+            hint = "merge it with peft's merge_and_unload, and save the result with tie_word_embeddings set to false"
+            raise SourceError(adapter.location, problem, hint, code="source.adapter-kind")
 
 
 def _merged(base: TensorAt, terms: Sequence[Term]) -> TensorAt:

@@ -209,6 +209,18 @@ def test_merge_that_would_part_tied_tensors_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*out*"))
 
 
+@pytest.mark.parametrize("flags", [("merge",), ("pack", "--layout", "pp=2", "--adapter")])
+def test_embedding_of_its_own_is_refused_where_the_head_is_tied_to_it(flags: tuple[str, ...], tmp_path: Path) -> None:
+    """peft computes with the adapter's embedding and the base's head; its merge_and_unload unties the two."""
+    config = llama_config(tie_word_embeddings=True)
+    write_model(tmp_path / "base", config)
+    embedding = {f"{PREFIX}model.embed_tokens.weight": float32((40, 16), 1)}
+    write_adapter(tmp_path / "adapter", {**adapter_tensors((Q,)), **embedding}, modules_to_save=["embed_tokens"])
+    verb, *others = flags
+    refused = refusal(verb, tmp_path / "base", *others, tmp_path / "adapter", "--out", tmp_path / "out")
+    assert refused.found == (3, "source.adapter-kind", str(tmp_path / "adapter"))
+
+
 def test_fan_in_fan_out_of_a_linear_module_is_passed_over(base: Path, tmp_path: Path) -> None:
     for name, flag in (("plain", False), ("fan", True)):
         write_adapter(tmp_path / name, adapter_tensors((Q,)), fan_in_fan_out=flag)
