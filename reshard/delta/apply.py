@@ -23,7 +23,14 @@ from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.delta.switch import Work
 from reshard.formats.delta.chain import Chain, Version, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
-from reshard.formats.delta.read import check_state, follow, open_version, with_all_digests, with_header_digests
+from reshard.formats.delta.read import (
+    auxiliary_at,
+    check_state,
+    follow,
+    open_version,
+    with_all_digests,
+    with_header_digests,
+)
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.table import OpenOptions
@@ -163,8 +170,8 @@ def _target(
         problem = f"is none of the states of {chain}: expected {newest.state} (version {newest.number}), found {state}"
         hint = "apply to an empty folder, or to one with the base of the chain"
         raise SourceError(present.location, problem, hint, code="source.other-base")
-    if before == number:
-        return present, before
+    if before == number:  # by its weights: other files may be those of another version
+        return replace(present, auxiliary=auxiliary_at(present, chain, [chain.version(number)])), before
     line = chain.line(number, after=before) if before < number else []
     if line and line[0].base == before:
         return follow(present, chain, line, scratch=scratch), before

@@ -120,7 +120,7 @@ def follow(
     return replace(
         base,
         tensors=tensors,
-        auxiliary=_auxiliary(base, chain, deltas),
+        auxiliary=auxiliary_at(base, chain, deltas),
         record=record_anew(tensors.values()),
         source=Source(kind="delta", location=location),
     )
@@ -164,15 +164,15 @@ def with_all_digests(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors={**checkpoint.tensors, **hashed})
 
 
-def _auxiliary(base: Checkpoint, chain: Chain, deltas: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
-    """Return the auxiliary files of the last delta: those of the base, or of the last version that has other ones."""
-    files = deltas[-1].files if deltas else None
+def auxiliary_at(base: Checkpoint, chain: Chain, versions: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
+    """Return the auxiliary files of the last of these: those of the base, or of the last version that has others."""
+    files = versions[-1].files if versions else None
     if files is None:
         return base.auxiliary
     items = {item.path: item for item in base.auxiliary if item.path in files}
     for path, digest in files.items():
         if path not in items or items[path].digest != digest:
-            file = chain.find_file(path, deltas[-1].number)
+            file = chain.find_file(path, versions[-1].number)
             if file is not None:  # otherwise, of a base that is not in the chain
                 items[path] = AuxiliaryAt(path=path, file=file, digest=digest)
     return tuple(items.values())

@@ -292,6 +292,23 @@ def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_us
     assert {name for name in names[0] ^ names[1] if not name.endswith(".safetensors")} == {"notes.txt"}
 
 
+@pytest.mark.parametrize("is_served", [False, True])
+def test_folder_with_the_weights_of_a_version_gets_its_auxiliary_files(is_served: bool, tmp_path: Path) -> None:
+    write_states(tmp_path, 1)
+    shutil.copytree(tmp_path / "v1", tmp_path / "v2")
+    (tmp_path / "v2/generation_config.json").write_text('{"bos_token_id": 2}\n')
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    if is_served:
+        apply_delta(tmp_path / "chain", tmp_path / "served")
+        (tmp_path / "served/generation_config.json").write_text("{}")
+    else:
+        shutil.copytree(tmp_path / "v1", tmp_path / "served")
+    done = apply_delta(tmp_path / "chain", tmp_path / "served")
+    assert (done.number, done.before, done.num_changed) == (2, 2, 0)
+    assert (tmp_path / "served/generation_config.json").read_text() == '{"bos_token_id": 2}\n'
+
+
 @pytest.mark.slow
 def test_folder_and_full_version_open_in_transformers(
     published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
