@@ -198,7 +198,7 @@ def _number_of(chain: Chain, state: str | None, number: int | None) -> int | Non
 def _plan(
     folder: Path, target: Checkpoint, present: Checkpoint | None, number: int, published: Collection[str]
 ) -> _Plan:
-    """Plan the shards that change, each with all of its tensors, or new ones if the tensors are others.
+    """Plan the shards that change, each with all of its tensors, or new ones if the tensors or their names are others.
 
     Of the `published` auxiliary files of the version before, those that the target lacks are removed.
     """
@@ -210,19 +210,25 @@ def _plan(
             tensors[name] = same
         else:
             changed.add(name)
-    if here.keys() == tensors.keys() and all(are_of_one_kind(here[name], tensors[name]) for name in here):
+    files = {name: Path(str(tensor.file)).relative_to(folder).as_posix() for name, tensor in here.items()}
+    stored: dict[str, str] = {}  # by FQN: what files of the model without its head call a tensor
+    if present is not None:
+        stored = {present.shape.fqn_of(name): name for shard in present.record.shards for name in shard.header.names}
+    is_renamed = bool(changed) and any(fqn != name for fqn, name in stored.items())
+    is_alike = here.keys() == tensors.keys() and all(are_of_one_kind(here[name], tensors[name]) for name in here)
+    if is_alike and not is_renamed:
         groups: dict[str, list[TensorAt]] = {}
-        for name, tensor in here.items():
-            groups.setdefault(Path(str(tensor.file)).name, []).append(tensors[name])
+        for name, path in files.items():
+            groups.setdefault(path, []).append(tensors[name])
     else:
         groups = {shard.path: [*shard.origins] for shard in lay_out_root(tensors.values())}
         changed = set(tensors)
-    names = {Path(str(tensor.file)).name for tensor in here.values()}
+    names = set(files.values())
     shards, unchanged, weight_map = list[OutputShard](), list[TensorAt](), dict[str, str]()
     for path, origins in groups.items():
         if changed.isdisjoint(origin.name for origin in origins):
             unchanged += origins
-            weight_map |= {origin.name: path for origin in origins}
+            weight_map |= {stored[origin.name]: path for origin in origins}
             continue
         new = _versioned(path, number, names)
         shards.append(lay_out_shard(new, origins))

@@ -7,6 +7,8 @@ import os
 import random
 import resource
 import shutil
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 
 import reshard
 from manifests.errors import UserError
+from manifests.models import model_shape
 from reshard.delta.apply import apply_delta
 from reshard.report.delta import apply_text
 from tests.builders import (
@@ -307,6 +310,40 @@ def test_folder_with_the_weights_of_a_version_gets_its_auxiliary_files(is_served
     done = apply_delta(tmp_path / "chain", tmp_path / "served")
     assert (done.number, done.before, done.num_changed) == (2, 2, 0)
     assert (tmp_path / "served/generation_config.json").read_text() == '{"bos_token_id": 2}\n'
+
+
+@pytest.mark.parametrize("value", [0, 1])
+def test_index_lists_the_names_in_shards_that_stay(value: int, tmp_path: Path) -> None:
+    """Of files of the model without its head, whose names lack a prefix, in a folder below, as the index says."""
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2,
+              "vocab_size": 12, "n_positions": 6}  # fmt: skip
+    shape = model_shape(config, "config.json")
+    tensors = {
+        fqn.removeprefix("transformer."): Tensor(dtype="F32", shape=dims, data=bytes(4 * prod(dims)))
+        for fqn, dims in shape.tensors.items()
+        if fqn != "lm_head.weight"
+    }
+    write_model(tmp_path / "v1", config, tensors, num_shards=2)
+    data = bytes(4 * 8 * 12 - 1) + bytes((value,))
+    write_model(tmp_path / "v2", config, {**tensors, "wte.weight": replace(tensors["wte.weight"], data=data)})
+    (tmp_path / "v2/generation_config.json").write_text("{}")
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    served_folder = tmp_path / "served"
+    shutil.copytree(tmp_path / "v1", served_folder)
+    index = json.loads((served_folder / INDEX).read_text())
+    for shard in set(index["weight_map"].values()):
+        (served_folder / "below").mkdir(exist_ok=True)
+        (served_folder / shard).rename(served_folder / "below" / shard)
+    index["weight_map"] = {name: f"below/{shard}" for name, shard in index["weight_map"].items()}
+    (served_folder / INDEX).write_text(json.dumps(index))
+    for before in (None, 2):
+        done = apply_delta(tmp_path / "chain", served_folder)
+        assert (done.number, done.before) == (2, before or (1 if value else 2))
+        assert not reshard.check(served_folder).findings
+        assert reshard.diff(served_folder, tmp_path / "v2").equal
+    listed = set(json.loads((served_folder / INDEX).read_text())["weight_map"].values())
+    assert {path.relative_to(served_folder).as_posix() for path in served_folder.rglob("*.safetensors")} == listed
 
 
 @pytest.mark.slow
