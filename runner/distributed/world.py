@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ logger = logging.getLogger("runner")
 
 # To measure a link: a bucket of gradients, and elements and columns of factors.
 _REDUCED_NBYTES, _MOST_MULTIPLIED, _MOST_COLUMNS = 64 << 20, 1 << 20, 1 << 10
-_NUM_REDUCTIONS, _NUM_PRODUCTS = 3, 20
+_NUM_REDUCTIONS, _NUM_PRODUCTS, _NUM_SHARED = 3, 20, 100
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,9 +114,10 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> Lin
         rows = torch.zeros(shape, device=place)
         matrix = torch.zeros(hidden_size, min(hidden_size, _MOST_COLUMNS), device=place, requires_grad=True)
         acts = reduce_gradients, shard_gradients
-        rate, shard_rate = (2 * ring(size) * gradients.nbytes / _median_s(act, _NUM_REDUCTIONS) for act in acts)
-        factors = DTensor.from_local(matrix, mesh, [Shard(1)]), matrix
-        shared_s, alone_s = (_median_s(partial(multiply, factor), _NUM_PRODUCTS) for factor in factors)
+        rate, shard_rate = (2 * ring(size) * gradients.nbytes / median(_seconds(act, _NUM_REDUCTIONS)) for act in acts)
+        # A step has hundreds of them, one after the other: the slow ones count, too, and vary most where ranks wait.
+        shared_s = mean(_seconds(partial(multiply, DTensor.from_local(matrix, mesh, [Shard(1)])), _NUM_SHARED))
+        alone_s = mean(_seconds(partial(multiply, matrix), _NUM_PRODUCTS))
     except RuntimeError as error:
         logger.warning("note: the network's rate was not measured: %s", error)
         return None
@@ -124,13 +125,13 @@ def measure_link(device: torch.device, num_tokens: int, hidden_size: int) -> Lin
     return Link(rate=rate, shard_rate=shard_rate, latency_s=latency_s)
 
 
-def _median_s(act: Callable[[], None], count: int) -> float:
-    """Return the median seconds of those after the first."""
+def _seconds(act: Callable[[], None], count: int) -> list[float]:
+    """Return the seconds of each but the first."""
     ends_s = list[float]()
     for _ in range(1 + count):
         act()
         ends_s.append(time.perf_counter())
-    return median(end_s - begun_s for begun_s, end_s in pairwise(ends_s))
+    return [end_s - begun_s for begun_s, end_s in pairwise(ends_s)]
 
 
 def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:
