@@ -12,7 +12,7 @@ from pathlib import Path
 
 from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
-from manifests.errors import OutputError, Parameter, ShardError, SourceError
+from manifests.errors import OutputError, Parameter, ShardError, SourceError, UsageError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_small_file
@@ -38,6 +38,7 @@ from reshard.plans.pack_plan import OutputShard, lay_out_root, lay_out_shard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import stored_nbytes
+from stores.address import is_inside, place_of
 from stores.base import read_whole
 from stores.bundles import TensorAt
 from stores.folders.publish import writing_to
@@ -93,6 +94,7 @@ def apply_delta(
         SourceError: the folder has none of the chain's states (`source.other-base`), or the chain is damaged.
         ShardError: a tensor of the folder is damaged.
         OutputError: there is no space for the shards that change, or the folder has other files.
+        UsageError: the folder is inside the chain.
         LaunchError: another process applies to this folder.
 
     Example:
@@ -100,6 +102,9 @@ def apply_delta(
         (1, 1)
     """
     check_packages()
+    if is_inside(place_of(to), place_of(chain)):
+        problem = f"overlaps the chain: {to} is inside {chain}"
+        raise UsageError(Parameter("to"), problem, "choose a folder beside it", code="output.overlaps-source")
     opened = open_versions(chain)
     wanted = opened.version(opened.numbers[-1] if version is None else version)
     number = wanted.number

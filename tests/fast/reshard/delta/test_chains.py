@@ -346,6 +346,16 @@ def test_index_lists_the_names_in_shards_that_stay(value: int, tmp_path: Path) -
     assert {path.relative_to(served_folder).as_posix() for path in served_folder.rglob("*.safetensors")} == listed
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_version_in_a_chain_is_not_applied_to(chain: Path, number: int, tmp_path: Path) -> None:
+    before = files_in(chain)
+    os.symlink(chain / "weight_v000001", tmp_path / "link")
+    for place in (chain / "weight_v000001", tmp_path / "link", chain / "new"):
+        refused = refusal("delta", "apply", chain, "--version", str(number), "--to", place)
+        assert refused.found == (2, "output.overlaps-source", "--to")
+    assert files_in(chain) == before
+
+
 @pytest.mark.slow
 def test_folder_and_full_version_open_in_transformers(
     published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
