@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from stores.address import is_url
 from stores.base import check_whole, read_file_header
 from stores.bundles import TensorAt
 from stores.folders.lock import locking
+from stores.folders.owned import remove_tree
 from stores.folders.publish import writing_to
 
 
@@ -170,8 +170,9 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
         with writing_to(str(chain)), locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune"):
             for number, _ in _files_before((f"{name}/" for name in os.listdir(chain)), first):
                 folder = Path(chain) / folder_of(number)
-                (folder / INDEX_NAME).unlink(missing_ok=True)
-                shutil.rmtree(folder)
+                if not folder.is_symlink():  # what it leads to is of others
+                    (folder / INDEX_NAME).unlink(missing_ok=True)
+                remove_tree(folder)
     return PruneResult(removed=tuple(number for number in opened.numbers if number < first), oldest=first)
 
 

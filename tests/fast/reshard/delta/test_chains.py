@@ -356,6 +356,18 @@ def test_version_in_a_chain_is_not_applied_to(chain: Path, number: int, tmp_path
     assert files_in(chain) == before
 
 
+def test_prune_removes_the_link_to_a_version_and_not_what_it_leads_to(tmp_path: Path) -> None:
+    write_states(tmp_path, 1)
+    for full in (False, True):
+        reshard.publish_delta(tmp_path / "v1", tmp_path / "chain", full=full)
+    (tmp_path / "chain/weight_v000001").rename(tmp_path / "elsewhere")
+    (tmp_path / "chain/weight_v000001").symlink_to(tmp_path / "elsewhere")
+    before = files_in(tmp_path / "elsewhere")
+    assert reshard.prune_delta(tmp_path / "chain", keep=1).removed == (1,)
+    assert files_in(tmp_path / "elsewhere") == before
+    assert [path.name for path in (tmp_path / "chain").iterdir()] == ["weight_v000002"]
+
+
 @pytest.mark.slow
 def test_folder_and_full_version_open_in_transformers(
     published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
