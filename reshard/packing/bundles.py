@@ -215,6 +215,13 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
 
 
 def _check_names(checkpoint: Checkpoint) -> None:
+    if checkpoint.manifest is None and checkpoint.source.kind == "delta":
+        raise InputError(
+            checkpoint.location,
+            "is a version of a chain, and virtual bundles can only refer to the files of a Hugging Face folder",
+            f"pack all stages, without {Parameter('virtual', True)}",
+            code="options.cannot-be-virtual",
+        )
     if not checkpoint.shape.base:  # stored names are FQNs
         return
     for shard in checkpoint.record.shards:

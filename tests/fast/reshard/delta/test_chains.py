@@ -347,6 +347,17 @@ def test_index_lists_the_names_in_shards_that_stay(value: int, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("flags", [("--virtual",), ("--stages", "0")])
+def test_version_of_a_chain_cannot_be_referred_to(
+    number: int, flags: tuple[str, ...], published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    at = f"{published[0] / 'chain'}@{number}"
+    refused = refusal("pack", at, "--layout", "pp=2", *flags, "--out", tmp_path / "out")
+    assert refused.found[:2] == (3, "options.cannot-be-virtual")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("number", [1, 2])
 def test_version_in_a_chain_is_not_applied_to(chain: Path, number: int, tmp_path: Path) -> None:
     before = files_in(chain)
     os.symlink(chain / "weight_v000001", tmp_path / "link")
