@@ -30,7 +30,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """
     chain, number = _chain_at(folder)
     opened = open_version(chain, number, options)
-    if state_digest(opened.tensors.values()) is None and (version := chain.version(number)).state is not None:
+    is_known = options.drop or state_digest(opened.tensors.values()) is not None
+    if not is_known and (version := chain.version(number)).state is not None:
         opened = with_all_digests(opened)
         check_state(opened.tensors.values(), version, str(chain))
     return opened
@@ -85,7 +86,8 @@ def open_version(
 def open_full(chain: Chain, version: Version, options: OpenOptions | None = None) -> Checkpoint:
     """Open a full version, with the digests in its headers if it has them, and compare its state with them."""
     opened = with_header_digests(open_folder(VersionFolder(chain.folder, version.folder), options or OpenOptions()))
-    check_state(opened.tensors.values(), version, str(chain))
+    if not opened.record.dropped:
+        check_state(opened.tensors.values(), version, str(chain))
     auxiliary = tuple(replace(item, digest=(version.files or {}).get(item.path)) for item in opened.auxiliary)
     return replace(opened, auxiliary=auxiliary)
 
@@ -100,11 +102,11 @@ def follow(
 ) -> Checkpoint:
     """Return the state that consecutive deltas of a chain make of a base."""
     patches: dict[str, list[Patch]] = {}
-    digests = {name: tensor.blake3 for name, tensor in base.tensors.items()}
+    dropped = set(map(base.shape.fqn_of, base.record.dropped))
     for version in deltas:
         for name, patch in read_patches(chain.folder, version, scratch).items():
             fqn = base.shape.fqn_of(name)
-            if fqn not in digests:
+            if fqn not in base.tensors and fqn not in dropped:
                 hint = "the delta is of another model"
                 raise SourceError(patch.where, "the base has no such tensor", hint, code=BAD_DELTA)
             patches.setdefault(fqn, []).append(patch)
@@ -113,7 +115,7 @@ def follow(
         name: patched(tensor, patches.get(name, ()), how, verifies_each=verifies_each)
         for name, tensor in base.tensors.items()
     }
-    if deltas:
+    if deltas and not dropped:  # a state is of all tensors
         check_state(tensors.values(), deltas[-1], str(chain))
     number = deltas[-1].number if deltas else None
     location = chain.folder.location if number is None else f"{chain.folder.location}@{number}"

@@ -33,6 +33,7 @@ from tests.builders import (
     write_model,
 )
 from tests.builders import reshard as command
+from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import bytes_of, changed, weights_in, write_states
 
@@ -355,6 +356,24 @@ def test_version_of_a_chain_cannot_be_referred_to(
     refused = refusal("pack", at, "--layout", "pp=2", *flags, "--out", tmp_path / "out")
     assert refused.found[:2] == (3, "options.cannot-be-virtual")
     assert not (tmp_path / "out").exists()
+
+
+def test_optional_modules_of_a_version_can_be_dropped(tmp_path: Path) -> None:
+    config = read_config("tiny-deepseek-v3", num_nextn_predict_layers=1)
+    tensors = {
+        fqn: Tensor(dtype="F32", shape=dims, data=bytes(4 * prod(dims)))
+        for fqn, dims in model_shape(config, "config.json").tensors.items()
+    }
+    module = f"model.layers.{config['num_hidden_layers']}"
+    write_model(tmp_path / "v1", config, tensors)
+    new = {fqn: replace(tensor, data=b"\1" + tensor.data[1:]) for fqn, tensor in tensors.items()}
+    write_model(tmp_path / "v2", config, new)
+    for number, state in enumerate((tensors, new), start=1):
+        reshard.publish_delta(tmp_path / f"v{number}", tmp_path / "chain")
+        at, out = f"{tmp_path / 'chain'}@{number}", tmp_path / f"packed{number}"
+        run("pack", at, "--layout", "pp=2", "--drop", module, "--out", out)
+        rest = {fqn: tensor.data for fqn, tensor in state.items() if not fqn.startswith(f"{module}.")}
+        assert weights_in(out) == rest != bytes_of(state)
 
 
 @pytest.mark.parametrize("number", [1, 2])
