@@ -37,7 +37,7 @@ SECTIONS = {
     "pack-4gb-full-cache": Section("Packing with a full page cache", "pack.py --gb 4 --runs 3 --full-cache"),
     "reshard-4gb": Section("Resharding with optimizer state", "resharding.py --gb 4"),
     "merge-4gb": Section("Merging adapters", "merge.py --gb 4"),
-    "delta": Section("Deltas of weights", "delta.py speed --gb 4 --runs 2", needs_peers=True),
+    "delta": Section("Deltas of weights", "delta.py speed --gb 4 --runs 4", needs_peers=True),
     "delta-density": Section("How much a step changes", "delta.py density"),
     "load": Section("Loading a stage", "load.py --runs 3", needs_peers=True),
     "streams": Section("Reading from remote stores", "streams.py --runs 2"),

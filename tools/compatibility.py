@@ -44,8 +44,8 @@ SUITES: dict[str, tuple[str, ...]] = {
 INTRODUCTION = """# Compatibility
 
 What was run, and on which releases: tests that passed, of those that ran, and their time on shared CPU cores, with
-gloo. torch 2.13.0, as in `constraints.txt`, has no row but one without torchtitan: `make test` runs everything on it. A
-suite without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another release;
+gloo. torch 2.13.0, as in `constraints.txt`, has no column but one without torchtitan: `make test` runs everything on
+it. A suite without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another one;
 this page is written from what it records in `bench/results/torch-*.json`.
 
 """
@@ -149,13 +149,14 @@ def recorded() -> list[dict[str, Any]]:
 
 def render() -> str:
     """Return the page."""
-    lines = ["| torch | torchtitan | transformers | Python | " + " | ".join(SUITES) + " | run |"]
-    lines += ["|---" * (len(SUITES) + 5) + "|"]
+    columns = [["torch", "torchtitan", "transformers", "Python", *SUITES, "run"]]
     for found in recorded():
         versions, cells = found["versions"], [_cell(found["suites"].get(suite)) for suite in SUITES]
         names = [versions["torch"], versions["torchtitan"] or "-", versions["transformers"], found["python"]]
         commits = dict.fromkeys(suite["commit"] for suite in found["suites"].values())
-        lines.append("| " + " | ".join([*names, *cells, f"{found['date']}, {' '.join(commits)}"]) + " |")
+        columns.append([*names, *cells, f"{found['date']}, {' '.join(commits)}"])
+    lines = [f"| {' | '.join(row)} |" for row in zip(*columns, strict=True)]
+    lines.insert(1, "|---" * len(columns) + "|")
     return INTRODUCTION + "\n".join(lines) + "\n" + LEGEND
 
 
