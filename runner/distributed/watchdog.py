@@ -20,7 +20,6 @@ import faulthandler
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import sys
@@ -109,6 +108,7 @@ class Watchdog:
             heartbeat_path(self._log_dir, self._rank).parent.mkdir(parents=True, exist_ok=True)
         self._write()
         self._receiver, self._sender = socket.socketpair()
+        self._receiver.settimeout(_POLL_S)
         self._sender.setblocking(False)
         if self._can_stop:
             signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -155,7 +155,7 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.is_set():
-            if select.select([self._receiver], [], [], _POLL_S)[0]:
+            with contextlib.suppress(TimeoutError):  # `select` takes no descriptor from 1024 up, of many connections
                 self._note(self._receiver.recv(64))
             now_s = time.monotonic()
             if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):

@@ -7,6 +7,8 @@ import errno
 import json
 import logging
 import os
+import resource
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -40,6 +42,7 @@ OWN = ExitReport(
     kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged", error_code="shard.damaged"
 )
 NOW = 1_000_000
+STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
 def failure(folder: Path, code: int, ending: ExitReport | None = None, time_s: int = NOW) -> ProcessFailure:
@@ -308,6 +311,27 @@ def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_o
     now_s += 2
     watchdog.beat(9)
     assert watchdog.grace_s == 15
+
+
+def test_signal_is_heard_by_a_rank_with_more_than_a_thousand_connections(tmp_path: Path) -> None:
+    most, handlers = resource.getrlimit(resource.RLIMIT_NOFILE), {number: signal.getsignal(number) for number in STOPS}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most[0], 2048), most[1]))
+    connections = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while connections[-1] < 1024:
+            connections.append(os.dup(connections[0]))
+        with Watchdog(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True) as watchdog:
+            signal.raise_signal(signal.SIGUSR2)
+            deadline_s = time.monotonic() + 10
+            while not watchdog.is_asked_to_stop and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            assert watchdog.is_asked_to_stop
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for connection in connections:
+            os.close(connection)
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
 @pytest.fixture
