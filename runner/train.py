@@ -146,10 +146,10 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
 
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
     """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
-    options, saving = ready.options, StallTimer()
+    options, saving, publishing = ready.options, StallTimer(), StallTimer()
     with (
-        _watchdog(ready, world, saving) as watchdog,
-        _publisher(ready, saving) as publisher,
+        _watchdog(ready, world, (saving, publishing)) as watchdog,
+        _publisher(ready, publishing) as publisher,
         _saver(ready, saving) as saver,
     ):
         # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
@@ -273,7 +273,7 @@ def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallT
     save(weights, context, out, weights_only, force=ready.options.force, timer=timer)
 
 
-def _watchdog(ready: Ready, world: World, saving: StallTimer) -> Watchdog:
+def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watchdog:
     return Watchdog(
         ready.options.log_dir,
         world.rank,
@@ -294,12 +294,12 @@ def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | N
     return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving, before)
 
 
-def _publisher(ready: Ready, saving: StallTimer) -> AbstractContextManager[Publisher | None]:
+def _publisher(ready: Ready, publishing: StallTimer) -> AbstractContextManager[Publisher | None]:
     options = ready.options
     if options.publish is None or ready.num_steps >= options.steps:
         return nullcontext()
     timeout, shape = timedelta(seconds=options.timeout_s), ready.launched.shape
-    return Publisher(options.publish, ready.save_context, shape, ready.published_weights(), timeout, saving)
+    return Publisher(options.publish, ready.save_context, shape, ready.published_weights(), timeout, publishing)
 
 
 def _stop(

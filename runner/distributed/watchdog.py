@@ -84,16 +84,16 @@ class Watchdog:
     """Watches over one rank while the context is entered, by its main thread.
 
     With `can_stop`, signals set `is_asked_to_stop` instead of ending the process. A rank that waits for its checkpoint
-    exits when `saving` has made no progress for `save_timeout_s`.
+    exits when one of `saving` has made no progress for `save_timeout_s`.
     """
 
     def __init__(
         self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool,
-        saving: StallTimer | None = None, save_timeout_s: float = math.inf,
+        saving: Sequence[StallTimer] = (), save_timeout_s: float = math.inf,
     ) -> None:  # fmt: skip
         self._log_dir, self._rank, self._stages, self._host = log_dir, rank, tuple(stages), socket.gethostname()
         self._step_timeout_s, self._can_stop = step_timeout_s, can_stop
-        self._saving, self._save_timeout_s = saving or StallTimer(), save_timeout_s
+        self._saving, self._save_timeout_s = tuple(saving), save_timeout_s
         self.is_asked_to_stop = False
         self._terminated_s: float | None = None
         self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
@@ -161,7 +161,8 @@ class Watchdog:
             if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
                 self._write()
             if self._phase != "train":
-                if (stalled_s := self._saving.stalled_s) > self._save_timeout_s:
+                stalled_s = max((timer.stalled_s for timer in self._saving), default=0.0)
+                if stalled_s > self._save_timeout_s:
                     why = (
                         f"writing its checkpoint has made no progress for {stalled_s:.0f} s: the disk does not respond"
                     )

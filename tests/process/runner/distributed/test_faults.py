@@ -224,6 +224,14 @@ def test_disk_of_rank_0_that_does_not_answer_while_it_commits_ends_all_and_is_na
 
 
 @pytest.mark.slow
+def test_disk_that_does_not_answer_ends_all_although_another_one_is_published_to(packed: Path, tmp_path: Path) -> None:
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "9")
+    publishing = ("--publish", str(tmp_path / "chain"), "--publish-every", "1")  # also while the save hangs
+    with failing(packed, tmp_path, *saving, *publishing, HANGING_DISK=f"stage-00{BROKEN}") as run:
+        check_end(run, 5, PLACE, "checkpoint.stalled")
+
+
+@pytest.mark.slow
 def test_checkpoint_that_cannot_be_read_now_is_not_skipped_for_an_older_one(tmp_path: Path) -> None:
     packed = pack_tiny(tmp_path / "models", 1)
     saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "1", "--resume", "auto")
