@@ -160,14 +160,13 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         ready.deferred.finish()
         check_equal(ready.engine.ties)
         if is_stopped:
-            _finish(publisher, metrics.published)
-            _stop(saver, metrics, trained, options, world)
+            _stop(saver, publisher, metrics, trained, options, world)
         # The weights are written first: neither a failed checkpoint nor what follows may lose them.
         failure = _finish(saver, metrics.checkpoint)
-        failure = _finish(publisher, metrics.published) or failure
         if options.save is not None:
             _save_weights(ready, trained, options.save, saving)
             metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
+        failure = _finish(publisher, metrics.published) or failure
         if options.eval_data is not None:
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
@@ -303,15 +302,24 @@ def _publisher(ready: Ready, publishing: StallTimer) -> AbstractContextManager[P
 
 
 def _stop(
-    saver: Saver | None, metrics: Metrics, trained: TrainingState, options: TrainOptions, world: World
+    saver: Saver | None,
+    publisher: Publisher | None,
+    metrics: Metrics,
+    trained: TrainingState,
+    options: TrainOptions,
+    world: World,
 ) -> NoReturn:
-    """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written."""
+    """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written.
+
+    Then it waits for the published version: a bucket that does not answer does not make it a run that saved nothing.
+    """
     assert saver is not None, "only a run that saves can be asked to stop"
     if (failure := _finish(saver, metrics.checkpoint)) is not None:
         raise failure
     with raise_on_all_ranks("stop"):
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
+    _finish(publisher, metrics.published)
     raise StoppedError(
         "",
         f"stopped by a signal after step {trained.step}; checkpoint saved",

@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from runner.launch.supervisor import agent_command
-from tests.builders import flip, weights_path
+from tests.builders import flip, reshard, weights_path
 from tests.process.forked import Forked
-from tests.process.local_jobs import ROOT, SMALL, Run, launched, pack_tiny, wait_until_gone
+from tests.process.local_jobs import ROOT, SMALL, Run, are_gone, launched, pack_tiny, wait_until_gone
 from tests.process.torchrun import launch, started
 
 BROKEN = 1  # the rank that fails, and its stage
@@ -229,6 +229,28 @@ def test_disk_that_does_not_answer_ends_all_although_another_one_is_published_to
     publishing = ("--publish", str(tmp_path / "chain"), "--publish-every", "1")  # also while the save hangs
     with failing(packed, tmp_path, *saving, *publishing, HANGING_DISK=f"stage-00{BROKEN}") as run:
         check_end(run, 5, PLACE, "checkpoint.stalled")
+
+
+@pytest.mark.slow
+def test_weights_are_saved_before_a_run_waits_for_a_version_that_does_not_come(tmp_path: Path) -> None:
+    packed, saved = pack_tiny(tmp_path / "models", 1), tmp_path / "saved"
+    ending = ("--steps", "1", "--publish", str(tmp_path / "chain"), "--save", str(saved))
+    with failing(packed, tmp_path, *ending, HANGING_DISK=".weight_v000001.partial") as run:
+        check_end(run, 5, rf"rank 0, stage 0, node {HOST}", "checkpoint.stalled")
+    assert reshard("verify", saved).code == 0
+
+
+@pytest.mark.slow
+def test_run_that_was_stopped_and_saved_says_so_before_it_waits_for_a_version(tmp_path: Path) -> None:
+    packed, history = pack_tiny(tmp_path / "models", 1), tmp_path / "history"
+    saving = ("--checkpoint", str(history), "--publish", str(tmp_path / "chain"), "--timeout", "60")
+    with failing(packed, tmp_path, *saving, HANGING_DISK=".weight_v000001.partial") as run:
+        run.wait_for_step(3)
+        run.process.send_signal(signal.SIGUSR2)
+        run.wait_until((run.log / "state.json").exists)
+        assert run.state["ended"] == "stopped"
+        assert not are_gone(run.ranks())
+        assert [path.name for path in history.glob("step-*")] == [f"step-{run.state['step']:06d}"]
 
 
 @pytest.mark.slow
