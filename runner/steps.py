@@ -79,7 +79,7 @@ def train_steps(
 
 def evaluate(ready: Ready) -> tuple[float, int, int | None]:
     """Return the mean loss over the valid tokens of the evaluation data, their number, and documents skipped."""
-    options, family = ready.options, ready.chunks[0].family
+    options, family, own = ready.options, ready.chunks[0].family, of_evaluation(ready.engine.loss)
     assert options.eval_data is not None
     batch_share = part_of(options.batch, ready.mesh.degrees)
     with raise_on_all_ranks("evaluation data"):
@@ -90,9 +90,10 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
             options.batch,
             folder=ready.launched.root,
             vocab_size=family.vocab_size,
-            padded_length=family.padded_length,
+            # Rows that the loss takes together have one length, that of training.
+            padded_length=family.padded_length if own is None or own.num_together == 1 else max,
             skipped=skipped,
-            form=ready.engine.form if of_evaluation(ready.engine.loss) else None,
+            form=own.form if own else None,
         )
     loss, num_tokens = mean_loss(
         lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -22,6 +23,7 @@ from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
 from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
+from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
 
 
@@ -157,13 +159,8 @@ class Saver(InFlight[SaveReport]):
         except UserError as error:
             failure = error
         ended_s = time.perf_counter()
-        if failure is None and self._options.keep is not None and dist.get_rank() == 0:
-            timer, spared = self._timer or StallTimer(), (self._context.root, self._context.named)
-            try:
-                with timer.working():
-                    prune(self._options.history, path, self._options.keep, spared, timer.beat)
-            except UserError as error:
-                logger.error("error: %s", error)
+        if failure is None and self._options.keep is not None:
+            in_rounds("prune", partial(self._prune, path, self._options.keep), self._group)
         return SaveReport(
             path=path,
             step=training.step,
@@ -172,3 +169,14 @@ class Saver(InFlight[SaveReport]):
             save_s=ended_s - copied_s,
             failure=failure,
         )
+
+    def _prune(self, newest: Path, keep: int, stop: threading.Event) -> None:
+        """Prune older checkpoints, on rank 0; the others do not time out meanwhile, see Note [A disk that hangs]."""
+        if dist.get_rank() != 0:
+            return
+        timer, spared = self._timer or StallTimer(), (self._context.root, self._context.named)
+        try:
+            with timer.working():
+                prune(self._options.history, newest, keep, spared, timer.beat)
+        except UserError as error:
+            logger.error("error: %s", error)

@@ -3,14 +3,15 @@
 usage: save_worker.py PACKED HISTORY LAST [FULL]
 
 Goes on after the newest checkpoint until step LAST. In step FULL, rank 1's disk is full. With SLOW_S, that disk takes
-so many seconds to bring a file to it. Ranks wait for TIMEOUT_S for each other's saves. Rank 0 prints a line for each
-save: `saved N` or `failed N CODE at PLACE`.
+so many seconds to bring a file to it; with PRUNING_S, rank 0's takes so long to remove a folder. Ranks wait for
+TIMEOUT_S for each other's saves. Rank 0 prints a line for each save: `saved N` or `failed N CODE at PLACE`.
 """
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -60,6 +61,16 @@ def slow_down(seconds: float) -> None:
     os.fsync = slow_fsync  # type: ignore[assignment]
 
 
+def slow_down_removals(seconds: float) -> None:
+    remove = shutil.rmtree
+
+    def slow_rmtree(path: str | Path) -> None:
+        time.sleep(seconds)
+        remove(path)
+
+    shutil.rmtree = slow_rmtree  # type: ignore[assignment]
+
+
 def main(folder: Path, history: Path, last: int, full: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -69,6 +80,8 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     held = held_by(rank, packed)
     if rank == 1 and "SLOW_S" in os.environ:
         slow_down(float(os.environ["SLOW_S"]))
+    if rank == 0 and "PRUNING_S" in os.environ:
+        slow_down_removals(float(os.environ["PRUNING_S"]))
     first = (step_of(found[0]) or 0) + 1 if (found := find_checkpoints(history)) else 1
     dist.barrier()
     with ExitStack() as stack:

@@ -126,6 +126,14 @@ def test_save_on_a_slow_disk_may_take_longer_than_ranks_wait_for_each_other(pack
     check(checkpoint_path(history, 1))
 
 
+@pytest.mark.slow
+def test_pruning_may_take_longer_than_ranks_wait_for_each_other(packed: Path, tmp_path: Path) -> None:
+    with two_savers(packed, tmp_path / "history", 4, PRUNING_S="1", TIMEOUT_S="4") as ranks:
+        assert (ranks[0].wait(60), ranks[1].wait(30)) == (0, 0), ranks[1].said
+        assert ranks[0].said.splitlines() == [f"saved {step}" for step in (1, 2, 3, 4)]
+    assert [step_of(path) for path in find_checkpoints(tmp_path / "history")] == [4, 3]
+
+
 def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> None:
     """The disk fills up, then the run is asked to stop."""
     save_model(tmp_path / "model", num_hidden_layers=1, vocab_size=1 << 13)
