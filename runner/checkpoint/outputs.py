@@ -11,7 +11,6 @@ from manifests.errors import InputError, UsageError, system_errors
 from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
-from stores.address import is_url
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
@@ -81,13 +80,8 @@ def _lasting_folders(options: TrainOptions) -> Iterator[tuple[str, Path]]:
     yield f"--log-dir {options.log_dir}", options.log_dir
     if options.checkpoint is not None:
         yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
-    if (chain := _chain_of(options)) is not None:
+    if options.publish is not None and (chain := options.publish.folder) is not None:
         yield f"--publish {chain}", chain
-
-
-def _chain_of(options: TrainOptions) -> Path | None:
-    """Return the folder of --publish; None if there is none, or it is in a bucket."""
-    return None if options.publish is None or is_url(options.publish.chain) else Path(options.publish.chain)
 
 
 def _nbytes_of(folder: Path) -> int:
@@ -104,7 +98,7 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
     whose checkpoints are already there may continue.
     """
     history = options.checkpoint.history if options.checkpoint else None
-    chain = _chain_of(options)
+    chain = options.publish.folder if options.publish else None
     for where, saved, folder in (
         ("--save", options.save, options.save and options.save.parent), ("--checkpoint", history, history),
         ("--publish", chain, chain),

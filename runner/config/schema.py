@@ -18,6 +18,7 @@ from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
 from runner.config.declared import DtypeName, Number, WholeNumber, flag
 from runner.config.text import TextOptions
+from stores.address import is_url
 
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
@@ -323,6 +324,11 @@ class PublishOptions:
     dtype: Dtype = flag(
         "--publish-dtype", type=DtypeName(["fp32", "bf16"]), written_default="bf16", help="Dtype of published weights."
     )
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the chain; None: it is in a bucket."""
+        return None if is_url(self.chain) else Path(self.chain)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -159,9 +159,12 @@ def check_world(manifest: Manifest, world_size: int) -> None:
 def check_places(options: TrainOptions) -> None:
     """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts."""
     history = options.checkpoint.history if options.checkpoint else None
+    chain = options.publish.folder if options.publish else None
     read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
     folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
-    for flag, path in (("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save)):
+    for flag, path in (
+        ("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save), ("--publish", chain),
+    ):  # fmt: skip
         for folder in folders if path else ():
             assert path is not None
             if path.resolve().is_relative_to(folder.resolve()):
@@ -240,6 +243,9 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
+    if first > last and options.publish is not None:
+        chain = options.publish.chain
+        lines.append(f"--publish {chain} has no effect: no step is left; reshard delta publish SOURCE --chain {chain}")
     for name, steps in (("trace", options.traced), ("profile", options.profiled)):
         if steps and first <= last and not (steps.start <= last and steps.stop > first):
             lines.append(f"--{name} {given_options.values[name]} has no effect: the run takes steps {first} to {last}")

@@ -250,6 +250,8 @@ def _written(job: Job) -> Iterator[tuple[str, str]]:
         yield "--checkpoint", str(options.checkpoint.history)
     if options.save is not None:
         yield "--save", str(options.save)
+    if options.publish is not None and options.publish.folder is not None:
+        yield "--publish", str(options.publish.folder)
 
 
 def _read(job: Job) -> Iterator[tuple[str, str]]:

@@ -153,6 +153,7 @@ def test_relative_paths_are_looked_up_in_the_same_folder_in_a_pod(
         ("--checkpoint", "/ck", "/ck"),
         ("--save", "/elsewhere/out", "/elsewhere/out"),
         ("--save", "PLACEX/out", "PLACEX/out"),
+        ("--publish", "/served/chain", "/served/chain"),
     ],
 )
 def test_path_that_pods_do_not_share_is_not_written(packed: Path, flag: str, path: str, folder: str) -> None:

@@ -135,7 +135,7 @@ def test_parameters_kept_in_float32_train_beside_bfloat16(flags: tuple[str, ...]
     assert CliRunner().invoke(cli, [*words, "--data", "synthetic", *HALF, *flags]).exit_code == 0
 
 
-@pytest.mark.parametrize("flag", ["--log-dir", "--checkpoint", "--save"])
+@pytest.mark.parametrize("flag", ["--log-dir", "--checkpoint", "--save", "--publish"])
 @pytest.mark.parametrize("data", [("--data", "PLACE/texts"), ("--data", "synthetic", "--eval-data", "PLACE/texts/.")])
 def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[str, ...], wording: Wording) -> None:
     apart = () if flag == "--log-dir" else ("--log-dir", "PLACE/log")
@@ -321,3 +321,6 @@ def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Word
     assert noted(trained, "--save", "s", "--resume-weights-only") == []
     (taken,) = noted(trained, "--steps", "60", "--trace", "60", is_resumed=True)  # it has ended, and takes no step
     assert "--max-norm 0.5" in taken
+    unpublished, _ = noted(trained, "--steps", "60", "--publish", "chain", is_resumed=True)
+    wording(unpublished)
+    assert len(noted(trained, "--steps", "61", "--save", "s", "--publish", "chain", is_resumed=True)) == 1
