@@ -113,6 +113,8 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
     stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path), description) else None
     shape = model_shape(config, str(path), stored, description)
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
+    modules = {module for stage in manifest.stages for module in stage.modules}
+    shape = shape.without(shape.optional.difference(modules))  # a config may count MTP layers that files lack
     return Packed(root=folder, read=read, config=config, shape=shape, store=read.folder if copied_to else None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,11 @@ from manifests.errors import UsageError
 from manifests.models import model_shape
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import generic_entry
+from runner.bundle.packed import open_packed
 from runner.evaluation.scores import TokenLosses
-from runner.models import family_for
+from runner.models import family_for, family_of
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from tests.builders import pack
 from tests.fast.runner.tiny import CPU
 from tests.process.runner.pipeline.mtp_oracle import CLASSES, NEXT, Case, config_of, random_weights, shape_of
 from tools.parity import compare_stages
@@ -67,6 +70,19 @@ def test_a_layer_beside_the_decoder_with_other_names_is_not_trained() -> None:
     assert MtpLayers.find(entry, shape) is not None
     tensors = {name.replace("mtp.fc.", "mtp.projection."): dims for name, dims in shape.tensors.items()}
     assert MtpLayers.find(entry, replace(shape, tensors=tensors)) is None
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_layers_that_files_lack_or_that_were_dropped_are_none_of_the_model(is_dropped: bool, tmp_path: Path) -> None:
+    config, source = config_of(1), tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(config))
+    weights = random_weights(1 if is_dropped else 0)
+    save_file({name: weight.clone() for name, weight in weights.items()}, source / "model.safetensors")
+    layer = f"model.layers.{config['num_hidden_layers']}"
+    packed = open_packed(pack(source, tmp_path / "packed", "pp=2", *(("--drop", layer) if is_dropped else ())))
+    assert layer not in packed.shape.modules
+    assert family_of(packed, 8).modules == tuple(chain(*packed.stage_modules))
 
 
 @pytest.mark.parametrize("beside", ["", NEXT])
