@@ -128,7 +128,7 @@ def search_figure(result: SearchResult, theme: Theme) -> Figure:
     cells = {(int(x / most * _CELLS), int(y / 100 * _CELLS)): (x, y) for x, y in points if x <= most}
     for color, dots in (
         (PLAIN, [point for point in cells.values() if point[0] > limit]),
-        (theme.quiet, [point for point in cells.values() if point[0] <= limit]),
+        (theme.ink, [point for point in cells.values() if point[0] <= limit]),
     ):
         axes.plot([x for x, _ in dots], [y for _, y in dots], ".", color=color, markersize=3, clip_on=False)
     axes.axvline(limit, color=theme.ink, linewidth=1, linestyle=(0, (4, 2)))
