@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -87,7 +88,7 @@ class MotoServer:
 
     def client(self) -> Any:
         """Give boto3's client, as the owner."""
-        return self._client("s3", self.owner)
+        return _client("s3", self.endpoint, self.owner)
 
     def bucket(self, name: str) -> str:
         self.client().create_bucket(Bucket=name)
@@ -120,15 +121,6 @@ class MotoServer:
             item["Key"]
             for item in self.client().list_multipart_uploads(Bucket=bucket, Prefix=prefix).get("Uploads", ())
         ]
-
-    def _client(self, service: str, account: Account) -> Any:
-        return boto3.client(
-            service,
-            endpoint_url=self.endpoint,
-            region_name=REGION,
-            aws_access_key_id=account.access_key,
-            aws_secret_access_key=account.secret_key,
-        )
 
     def requests(self, method: str, path: str) -> list[Request]:
         """Give the requests of a method for paths that contain `path`, oldest first."""
@@ -170,7 +162,7 @@ def start_moto(folder: Path) -> Iterator[MotoServer]:
         port = process.stdout.readline().strip()
         anybody = Account(access_key="anybody", secret_key="anything")
         server = MotoServer(endpoint=f"http://127.0.0.1:{port}", owner=anybody, stranger=anybody, log=log)
-        iam = server._client("iam", anybody)
+        iam = _client("iam", server.endpoint, anybody)
         owner, stranger = _account(iam, "owner"), _account(iam, "stranger")
         iam.put_user_policy(UserName="owner", PolicyName="all", PolicyDocument=json.dumps(_POLICY))
         _post(f"{server.endpoint}/moto-api/reset-auth", "0")  # from now on, everybody is checked
@@ -178,6 +170,17 @@ def start_moto(folder: Path) -> Iterator[MotoServer]:
     finally:
         process.terminate()
         process.communicate(timeout=10)
+
+
+@cache
+def _client(service: str, endpoint: str, account: Account) -> Any:
+    return boto3.client(
+        service,
+        endpoint_url=endpoint,
+        region_name=REGION,
+        aws_access_key_id=account.access_key,
+        aws_secret_access_key=account.secret_key,
+    )
 
 
 def _account(iam: Any, name: str) -> Account:
@@ -316,11 +319,16 @@ def _everybody_allowed() -> Iterator[None]:
 
 
 def _serve(log: Path) -> None:
+    from moto.core import serialize
     from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
     from werkzeug.serving import make_server
 
     os.environ["MOTO_S3_DEFAULT_MAX_KEYS"] = str(PAGE_KEYS)
-    application = _Watched(DomainDispatcherApplication(create_backend_app), log)
+    dispatcher = DomainDispatcherApplication(create_backend_app)
+    # Each request would list moto's folder, and try the patterns of all services.
+    dispatcher.get_backend_for_host = cache(dispatcher.get_backend_for_host)
+    serialize.parse_to_aware_datetime = cache(serialize.parse_to_aware_datetime)  # of each object in a listing
+    application = _Watched(dispatcher, log)
     server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
     print(server.port, flush=True)
     server.serve_forever()
