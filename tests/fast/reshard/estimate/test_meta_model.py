@@ -40,7 +40,7 @@ def test_names_and_shapes_by_config_equal_those_of_files(architecture: str) -> N
             assert build(architecture, config)[1] == stored.tensors
 
 
-@pytest.mark.timeout(600)  # it starts a process that imports torch and transformers
+@pytest.mark.usefixtures("forked_build")
 def test_plan_of_a_config_alone_counts_every_parameter(tmp_path: Path) -> None:
     """Fields that name code do not reach transformers."""
     config = {**PUBLISHED["GLM-4.5-Air"], "attn_implementation": "some-org/kernel@main", "auto_map": {"A": "b--c.D"}}

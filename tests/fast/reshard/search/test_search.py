@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from bench.sparse import write_sparse
 from manifests.errors import InputError
+from manifests.models import ModelShape, model_shape
 from manifests.module_times import Link, MeasuredTimes, ModuleTime, StepTime, parse_times, read_times
 from manifests.placement import Placement
 from manifests.schedules.simulation import StageCosts, simulate
@@ -247,10 +248,13 @@ def test_search_is_drawn_the_same_each_time(suffix: str, tmp_path: Path) -> None
     assert len(drawn) > 10_000
 
 
+def shape_of(config: Path) -> ModelShape:
+    return model_shape(json.loads(config.read_text()))
+
+
 def write_run(folder: Path, config: Path, **how: object) -> Path:
     """Write the times of a run: a millisecond forward and two backward for each module, of 2 x 512 tokens."""
-    modules = find_layouts(config, request(8, 80, 64)).shape.modules
-    times = {module: ModuleTime(forward=1e-3, backward=2e-3) for module in modules}
+    times = {module: ModuleTime(forward=1e-3, backward=2e-3) for module in shape_of(config).modules}
     how = {"seq_len": 512, "microbatch": 2, "dtype": "fp32", "ac": "none", **how}
     folder.mkdir()
     (folder / "times.json").write_bytes(MeasuredTimes(modules=times, how=how).encode())
@@ -329,7 +333,7 @@ def test_times_of_a_run_have_the_masks_and_the_sends_of_its_own_method(tmp_path:
         flags = ("--cp", str(degree), "--cp-method", method)
         return float(reshard(*words, *flags, "--from-run", log).json["step_s"])
 
-    work = find_layouts(config, request(8, 80, 64)).shape.work["model.layers.0"]
+    work = shape_of(config).work["model.layers.0"]
     masked = (work.flops + 2.2 * 512 * work.flops_per_key) / (work.flops + 512 * work.flops_per_key)
     gathered_s = 3 * 0.5 * 1024 * 2 * 1024 * 4 / rate
     exchanged_s = 2 * 0.5 * 512 * (2 * 4096 + 2 * 1024) * 4 / rate  # queries and results, keys and values

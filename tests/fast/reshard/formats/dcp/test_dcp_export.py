@@ -193,14 +193,22 @@ def test_muon_of_torchtitan_goes_there_and_back(fused: bool, tmp_path: Path) -> 
     assert_equal(other.model.state_dict(), titan.model.state_dict())
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of torchtitan's after one step, and beside it the export of its pack, `again`."""
+    titan, place = Titan(fused=True, seed=0), tmp_path_factory.mktemp("titan")
+    titan.train(1)
+    run("pack", titan.save(place / "step-1"), "--layout", "pp=1", "--out", place / "packed")
+    run("export", place / "packed", "--to", "dcp", "--for", "torchtitan", "--out", place / "again")
+    return place
+
+
 @pytest.mark.parametrize("change", ["value", "shape", "dtype"])
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-def test_optimizer_state_that_differs_in_its_fused_copy_is_refused(kind: str, change: str, tmp_path: Path) -> None:
-    titan = Titan(fused=True, seed=0)
-    titan.train(1)
-    run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
-    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
-    state = state_of(tmp_path / "again")
+def test_optimizer_state_that_differs_in_its_fused_copy_is_refused(
+    kind: str, change: str, trained: Path, tmp_path: Path
+) -> None:
+    state = state_of(trained / "again")
     key = "optimizer", f"state.layers.0.attention.qkv_linear.wk.weight.{kind}"
     if change == "value":
         state[key][0, 0] += 1
@@ -242,14 +250,10 @@ def test_two_parameter_groups_go_there_and_back(tmp_path: Path) -> None:
     assert decays_of(other) == [0.0, 0.02]
 
 
-def test_trainer_with_two_groups_resumes_from_one(tmp_path: Path) -> None:
-    titan = Titan(fused=True, seed=0)
-    titan.train(1)
-    run("pack", titan.save(tmp_path / "step-1"), "--layout", "pp=1", "--out", tmp_path / "packed")
-    run("export", tmp_path / "packed", "--to", "dcp", "--for", "torchtitan", "--out", tmp_path / "again")
+def test_trainer_with_two_groups_resumes_from_one(trained: Path) -> None:
     for saved in ("step-1", "again"):  # what torch does with its own is what it does with ours
         other = Titan(fused=True, seed=1, decays=(0.0, 0.5))
-        other.load(tmp_path / saved)
+        other.load(trained / saved)
         assert decays_of(other) == [0.02, 0.02]
 
 
