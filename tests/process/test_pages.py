@@ -15,6 +15,7 @@ import pytest
 from tests.builders import files_in, llama_config, random_tensors, reshard, write_model
 from tests.fast.trained import write_trained
 from tests.pages import NOT_RUN, ROOT, RUN, blocks_of, run_blocks, search_path
+from tests.process.runner.models.test_own_models import imported
 from tests.servers.hub import MEMBER, serve_hub
 from tests.servers.s3 import MotoServer
 
@@ -28,7 +29,7 @@ CONFIGS = ROOT / "tests" / "data" / "configs"
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the demo's model, its text and a pack in two stages, once for all pages."""
     place = tmp_path_factory.mktemp("demo")
-    subprocess.run([sys.executable, ROOT / "demo" / "make_model.py", place], check=True, timeout=120)
+    imported(ROOT / "demo" / "make_model.py").main(place)
     (place / "model").rename(place / SOURCE)
     pack(place / SOURCE, "pp=2", place / "pp2")
     return place

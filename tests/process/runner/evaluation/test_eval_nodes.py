@@ -42,7 +42,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def check_equal_to_one_rank(printed: dict[str, Any], written: Path, place: Path) -> None:
     alone = runner.evaluate(
         place / "pp=1", place / "text.jsonl", out=place / "alone.parquet", seq_len=16, microbatch=2,
-        flags=["--no-self-check"],
+        flags=["--force"], self_check=False,
     )  # fmt: skip
     assert (printed["version"], printed["loss"], printed["num_tokens"]) == (1, alone.loss, alone.num_tokens)
     rows = parquet.read_table(written).to_pylist()

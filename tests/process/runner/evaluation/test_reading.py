@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
 
-import runner
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.models.decoders import Variant, save_decoder
@@ -57,12 +56,18 @@ def loss_of(model: LlamaForCausalLM, text: Path) -> tuple[float, int]:
     return total / count, count
 
 
+def evaluate(num_ranks: int, place: Path, *words: object) -> tuple[float, int]:
+    """Return the loss that so many ranks find, and the number of tokens."""
+    (place / "jobs.json").write_text(json.dumps([list(map(str, words))]))
+    launch(num_ranks, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "evaluated.jsonl")
+    loss, num_tokens = json.loads((place / "evaluated.jsonl").read_text())
+    return loss, num_tokens
+
+
 def check(place: Path, layout: str) -> None:
-    jobs = [[str(place / layout), "--data", str(place / "text.jsonl"), "--seq-len", "32", "--microbatch", "2"]]
-    (place / "jobs.json").write_text(json.dumps(jobs))
     num_ranks = next(ranks for ranks, layouts in LAYOUTS.items() if layout in layouts)
-    launch(num_ranks, "runner/evaluation/reading_worker.py", place / "jobs.json", place / f"{layout}.jsonl")
-    loss, num_tokens = json.loads((place / f"{layout}.jsonl").read_text())
+    data = ("--data", place / "text.jsonl", "--seq-len", 32, "--microbatch", 2)
+    loss, num_tokens = evaluate(num_ranks, place, place / layout, *data)
     expected, count = loss_of(load_model(place / "source"), place / "text.jsonl")
     assert (loss, num_tokens) == (pytest.approx(expected, rel=1e-6), count)
 
@@ -186,9 +191,10 @@ def test_loss_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
     pack(source, tmp_path / "packed", layout)
-    ended = runner.evaluate(tmp_path / "packed", data, seq_len=13, flags=["--tokenized"], self_check=False)
+    words = ("--data", data, "--seq-len", 13, "--tokenized", "--no-self-check")
+    loss, num_tokens = evaluate(layout.count("|") + 1, tmp_path, tmp_path / "packed", *words)
     model = DeepseekV3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-    assert ended.num_tokens == rows[:, 1:].numel()
-    assert ended.loss == pytest.approx(expected.item(), abs=1e-6)
+    assert num_tokens == rows[:, 1:].numel()
+    assert loss == pytest.approx(expected.item(), abs=1e-6)

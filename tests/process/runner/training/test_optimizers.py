@@ -90,10 +90,10 @@ def groups(place: Path) -> tuple[object, ...]:
     return ("--optimizer", place / "groups.toml", *RATE)
 
 
-def one_process(place: Path, steps: int = 20) -> list[float]:
-    if not (place / "log-alone").exists():
-        run_jobs(1, [train(place, "alone", "pp=1", steps, *groups(place))])
-    return losses_of(place / "log-alone")
+def one_process(place: Path, steps: int) -> list[float]:
+    if not (place / f"log-alone {steps}").exists():
+        run_jobs(1, [train(place, f"alone {steps}", "pp=1", steps, *groups(place))])
+    return losses_of(place / f"log-alone {steps}")
 
 
 def check(place: Path, names: tuple[str, ...], steps: int, **more: Any) -> None:
@@ -101,7 +101,7 @@ def check(place: Path, names: tuple[str, ...], steps: int, **more: Any) -> None:
         chosen = [name for name in names if DEGREES[name][0] == num_ranks]
         jobs = [train(place, n, DEGREES[n][1], steps, *groups(place), *DEGREES[n][2], **more) for n in chosen]
         run_jobs(num_ranks, jobs)
-    alone = one_process(place)[:steps]
+    alone = one_process(place, steps)
     for name in names:
         losses = losses_of(place / f"log-{name}")
         assert len(losses) == steps
@@ -187,7 +187,7 @@ def test_checkpoint_hops_between_degrees_and_keeps_the_losses(
         job_of_hop = train(place, f"hop {number} {limit}", layout, 3 * number, *groups(place), *flags, *saved)
         run_jobs(num_ranks, [job_of_hop])
     losses = [loss for number in range(1, 5) for loss in losses_of(place / f"log-hop {number} {limit}")]
-    alone = one_process(place)[:12]
+    alone = one_process(place, 12)
     assert max(abs(loss - other) / other for loss, other in zip(losses, alone, strict=True)) <= limit
     newest = tmp_path / "hops" / "step-000012"
     assert reshard("verify", newest).code == 0
