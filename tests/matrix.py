@@ -257,10 +257,10 @@ def every_case() -> tuple[Case, ...]:
 
 
 @cache
-def dozen() -> tuple[Case, ...]:
-    """Choose twelve cases of four ranks that cover most pairs."""
+def ten() -> tuple[Case, ...]:
+    """Choose ten cases of four ranks that cover most pairs."""
     drawn, cases, covered = Random(1), list[Case](), set[frozenset[Value]]()
-    for _ in range(12):
+    for _ in range(10):
         candidates, _ = _candidates(frozenset({("dtype", "fp32")}), drawn, most_ranks=4)
         candidates = [case for case in candidates if case.world_size == 4]
         cases.append(max(candidates, key=lambda case: len(covered_by(case) - covered)))

@@ -43,7 +43,8 @@ def pack(source: Path, num_ranks: int) -> Path:
 def run_jobs(jobs: Sequence[Job], device: str, folder: Path, timeout_s: float) -> dict[str, list[dict[str, Any]]]:
     """Run jobs, those of as many ranks in one launch, and return what their ranks found, by `out`."""
     for num_ranks in sorted({job.num_ranks for job in jobs}):
-        chosen = [asdict(job) | {"flags": [*_SMALL, *job.flags]} for job in jobs if job.num_ranks == num_ranks]
+        flags = (*_SMALL, *(["--no-self-check"] if device == "cpu" else []))
+        chosen = [asdict(job) | {"flags": [*flags, *job.flags]} for job in jobs if job.num_ranks == num_ranks]
         (folder / f"{num_ranks}.json").write_text(json.dumps(chosen))
         launch(num_ranks, "../gpu/job_worker.py", folder / f"{num_ranks}.json", device, timeout_s=timeout_s)
     return {job.out: [torch.load(f"{job.out}-{rank}.pt") for rank in range(job.num_ranks)] for job in jobs}

@@ -15,7 +15,7 @@ _COLLECTIVES = (
     "process/runner/parallel/test_expert_collectives.py::"
     "test_actions_run_the_collectives_of_their_layers_in_the_same_order_on_all_ranks_of_a_stage"
 )
-_DOZEN = "process/runner/parallel/test_matrix.py::test_a_dozen_combinations_train_as_transformers_does"
+_TEN = "process/runner/parallel/test_matrix.py::test_ten_combinations_train_as_transformers_does"
 _MATRIX = "process/runner/parallel/test_matrix.py::test_all_combinations_train_as_transformers_does"
 _BY_NAME = "process/runner/proof/test_plants.py::test_right_combinations_pass_and_others_are_refused_by_name"
 _DOCUMENTS = "fast/runner/pipeline/test_documents.py::test_architectures_keep_documents_apart_or_are_refused"
@@ -32,15 +32,15 @@ TRAPS: Mapping[str, tuple[str, ...]] = {
     ),
     "a rank that no token is sent to leaves out collectives of the backward (all_reduce)": (_MATRIX,),  # one-expert
     "experts' implementation 'auto' is all_reduce, which GPT-OSS fails with": (_COLLECTIVES, _MATRIX),
-    "the norm counts experts by the rule of dense parameters": (_DOZEN, "norm_by_the_dense_rule"),
-    "a mesh caches offsets without the rank, and ranks read the experts of others": (_DOZEN, _MATRIX),
-    "zig-zag positions look like packed documents, if the model gets no mask of ones": (_DOZEN,),
+    "the norm counts experts by the rule of dense parameters": (_TEN, "norm_by_the_dense_rule"),
+    "a mesh caches offsets without the rank, and ranks read the experts of others": (_TEN, _MATRIX),
+    "zig-zag positions look like packed documents, if the model gets no mask of ones": (_TEN,),
     "without a mask function of the same name, masks are None": ("mask_name_without_mask_function",),
     "frequencies of dynamic and longrope RoPE depend on the largest position of a rank": (
         _ROPE,
         "dynamic_rope_in_parts",
     ),
-    "a layer is recomputed in another microbatch's time, with other documents": (_DOZEN, _MATRIX),
+    "a layer is recomputed in another microbatch's time, with other documents": (_TEN, _MATRIX),
     "positions reach the first stage alone": ("position_ids_on_stage_0_only",),
     "GPT-OSS, Afmoe and BioGPT ignore positions where they make masks": ("documents_see_each_other", _DOCUMENTS),
     "labels are shifted after rows are split": ("labels_shifted_after_the_cut",),

@@ -39,12 +39,18 @@ CASES: dict[tuple[str, int], Cases] = {
         "loss chunks": ("pp=2", ("--loss-chunk", 5, "--ac", "full")),
         "zero bubble": ("pp=2,vpp=2", ZERO_BUBBLE),
     },
-    (TREE, 2): {"experts": ("pp=1", ("--dp-shard", 2, "--ep", 2))},
-    (TREE, 3): {"zero bubble": ("pp=3,vpp=2", ZERO_BUBBLE)},
+    (TREE, 2): {
+        "experts": ("pp=1", ("--dp-shard", 2, "--ep", 2)),
+        "zero bubble": ("pp=2,vpp=2", ZERO_BUBBLE),
+    },
 }
 SLOW: dict[tuple[str, int], Cases] = {
     (TREE, 2): {"shards": ("pp=1", ("--dp-shard", 2, "--loss-chunk", 5))},
-    (TREE, 3): {"skip": ("pp=3", ()), "v": ("pp=3,vpp=2,style=v", ("--schedule", "ZBVZeroBubble"))},
+    (TREE, 3): {
+        "skip": ("pp=3", ()),
+        "v": ("pp=3,vpp=2,style=v", ("--schedule", "ZBVZeroBubble")),
+        "zero bubble": ("pp=3,vpp=2", ZERO_BUBBLE),
+    },
     (TINY, 4): {
         "tp and chunks": ("pp=2", ("--tp", 2, "--loss-chunk", 5, "--ac", "full")),
         "tp and shards": ("pp=1", ("--tp", 2, "--dp-shard", 2)),

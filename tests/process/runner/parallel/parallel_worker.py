@@ -113,7 +113,8 @@ def run_case(case: dict[str, Any], out: Path, world: World) -> dict[str, Any]:
     found: dict[str, Any] = {"loaded": ready.loaded.nbytes, "num_parts": ready.loaded.num_parts, "read": read_of(ready)}
     found["verified"] = ready.loaded.verified_nbytes
     found["stages"] = [chunk.stage for chunk in ready.chunks]
-    found["begun"] = state_of(ready)
+    if case["origin"]:
+        found["begun"] = state_of(ready)
     engine, schedule = ready.engine, ready.engine.schedule
     reports = []
     first = ready.training.step if ready.training else 0

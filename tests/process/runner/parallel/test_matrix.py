@@ -20,7 +20,7 @@ from manifests.models import is_expert
 from manifests.store import open_shard
 from stores.open import open_manifest
 from tests.builders import pack
-from tests.matrix import NUM_CASES, Case, dozen, every_case
+from tests.matrix import NUM_CASES, Case, every_case, ten
 from tests.process.runner.parallel.matrix_reference import RECIPE, reference, save_matrix_model
 from tests.process.runner.parallel.test_parallel import AT_A_TIME, header_nbytes, is_close, whole
 from tests.process.torchrun import launch
@@ -135,9 +135,9 @@ def problems_of_reads(place: Path, case: Case, ranks: list[dict[str, Any]]) -> l
     return problems + [f"{total} bytes of experts"] * (not 0 < total * case.replicate == sum(read))
 
 
-def test_a_dozen_combinations_train_as_transformers_does(place: Path) -> None:
-    run_cases(place, dozen())
-    assert not {case.name: problems for case in dozen() if (problems := problems_of(place, case))}
+def test_ten_combinations_train_as_transformers_does(place: Path) -> None:
+    run_cases(place, ten())
+    assert not {case.name: problems for case in ten() if (problems := problems_of(place, case))}
 
 
 @pytest.mark.slow
