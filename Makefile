@@ -45,7 +45,7 @@ lint: setup
 	$(BIN)/python tools/compatibility.py --check
 
 fast: setup
-	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow" --ignore tests/process --ignore tests/gpu
+	$(BIN)/python -m pytest -q -n 2 -m "not process and not slow" --snapshot-disable-unused --ignore tests/process --ignore tests/gpu
 
 # Ranks wait for each other and for timeouts: three tests at a time keep two cores busy.
 test: check  ## check, and the tests that start processes
