@@ -125,6 +125,7 @@ def check(
         findings.add_error(error)
     if values:
         check_values(contents.tensors.values(), findings, count)
+        check_values(contents.state, findings, count, may_be_zero=True)
     if against is not None:
         other_kind, other_folder = find_format(str(against))
         here, both_stored = contents.tensors, kind.stored is not None and other_kind.stored is not None
@@ -149,10 +150,12 @@ def check(
     )
 
 
-def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: ByteCounter) -> None:
+def check_values(
+    tensors: Iterable[TensorAt], findings: Findings, progress: ByteCounter, *, may_be_zero: bool = False
+) -> None:
     """Read floating-point tensors; report those that have NaN or infinity, and matrices of zeros alone.
 
-    Vectors of zeros are common, such as biases that nobody trained.
+    Vectors of zeros are common, such as biases that nobody trained, and so is the state of experts that got no token.
     """
     for tensor in tensors:
         if tensor.dtype not in FLOATS or not tensor.nbytes:
@@ -166,7 +169,7 @@ def check_values(tensors: Iterable[TensorAt], findings: Findings, progress: Byte
             count = f"{num_broken} value{'s' if num_broken > 1 else ''}"
             problem, hint = f"{count} of it NaN or infinite", "take an earlier checkpoint, or download it again"
             findings.add(tensor.place, problem, hint, code="check.not-finite")
-        elif is_zero and len(tensor.shape) > 1:
+        elif is_zero and len(tensor.shape) > 1 and not may_be_zero:
             hint = "was it ever written? take an earlier checkpoint, or download it again"
             findings.add(tensor.place, "all values are zero", hint, code="check.all-zero")
 

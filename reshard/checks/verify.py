@@ -177,11 +177,13 @@ def check_packed(folder: Folder, findings: Findings, options: CheckOptions) -> C
     for finding in done.differences:
         hint = "" if finding.code else again
         findings.add(finding.where, finding.problem, hint, code=finding.code or "check.manifest")
+    opened = open_packed(read) if options.reads_tensors and not done.differences else None
     return Contents(
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),
         nbytes=done.nbytes,
-        tensors=open_packed(read).tensors if options.reads_tensors and not done.differences else {},
+        tensors={} if opened is None else opened.tensors,
+        state=() if opened is None else opened.state,
     )
 
 

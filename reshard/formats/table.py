@@ -170,12 +170,13 @@ def _contents_of(checkpoint: Checkpoint) -> Contents:
     from reshard.tensors.comparison import Contents
 
     assert checkpoint.originals is not None, "every source has them"
-    tensors = [tensor for kind in (checkpoint.tensors, *checkpoint.moments.values()) for tensor in kind.values()]
+    tensors = [*checkpoint.tensors.values(), *checkpoint.state]
     return Contents(
         num_tensors=len(tensors),
         num_files=len(checkpoint.originals.files),
         nbytes=sum(tensor.nbytes for tensor in tensors),
         tensors=checkpoint.tensors,
+        state=checkpoint.state,
     )
 
 

@@ -65,6 +65,11 @@ class Checkpoint:
         return self.parents[-1].location if self.manifest else self.source.location
 
     @property
+    def state(self) -> list[TensorAt]:
+        """The tensors of all kinds of optimizer state."""
+        return [tensor for kind in self.moments.values() for tensor in kind.values()]
+
+    @property
     def config_at(self) -> AuxiliaryAt:
         """Its config.json, which all have but a source that is a config alone."""
         return next(item for item in self.auxiliary if item.path == CONFIG_NAME)

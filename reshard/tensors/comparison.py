@@ -5,7 +5,7 @@ Pure; each command asks its own questions of it. Problems are `Findings`, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -172,6 +172,7 @@ class Contents:
     num_files: int = 0
     nbytes: int = 0
     tensors: Mapping[str, TensorAt] = field(default_factory=dict)  # by stored name, where they can be read
+    state: Sequence[TensorAt] = ()  # optimizer state that is not among them
 
 
 class Findings:

@@ -40,6 +40,7 @@ from tests.builders import write_safetensors as write_shard
 from tests.fast.manifests.models.built import DECODERS, TINY, build, perturb, read_config
 from tests.fast.manifests.models.catalogued import DOZEN, save_tiny
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
+from tests.fast.trained import MOMENTS, read_stage, write_moments, write_trained
 
 SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
 NORM = "model.norm.weight"
@@ -348,6 +349,20 @@ def test_digests_are_written_once_all_is_well_and_name_each_file_that_changes(fo
     ]
     (folder / "digests.json").write_text('{"version": 1, "files": {"a": 1}}')
     assert reshard("check", folder, "--digests", "verify", "--json").json["error"]["code"] == "source.bad-digests"
+
+
+def test_values_of_optimizer_state_are_read(tmp_path: Path) -> None:
+    trained, name = write_trained(tmp_path, "pp=2"), "model.norm.weight"
+    for stage in (0, 1):
+        tensors = read_stage(trained, stage)
+        zeros = {fqn: replace(tensor, data=bytes(len(tensor.data))) for fqn, tensor in tensors.items()}
+        for moment in MOMENTS:
+            write_moments(trained, stage, moment, zeros)
+    assert problems(trained, "--values") == []
+    zeros[name] = replace(zeros[name], data=struct.pack("<16f", *[0] * 15, float("nan")))
+    write_moments(trained, 1, MOMENTS[0], zeros)
+    assert problems(trained) == []
+    assert problems(trained, "--values") == [("check.not-finite", f"stage-001/{MOMENTS[0]}/model.safetensors")]
 
 
 def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) -> None:
