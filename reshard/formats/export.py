@@ -138,6 +138,8 @@ def export(
     if quantize is not None:
         checkpoint = quantize_like_source(checkpoint)
     checkpoint = forget_source(checkpoint)
+    if to != "hf":
+        _check_dtypes(checkpoint)
     planned = cast_checkpoint(checkpoint, dtype) if to == "hf" else checkpoint
     total = sum(tensor.nbytes for kinds in (planned.tensors, *planned.moments.values()) for tensor in kinds.values())
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
@@ -182,6 +184,16 @@ def check_export_to(out: Address, checkpoint: Checkpoint, *, force: bool) -> Non
             f"overlaps the folder that the model came from, {source}, which {Parameter('force', True)} does not replace"
         )
         raise OutputError(str(out), problem, f"choose another {Parameter('out')}", code="output.overlaps-source")
+
+
+def _check_dtypes(checkpoint: Checkpoint) -> None:
+    """Refuse tensors that torch.save does not write."""
+    from reshard.archives.saved import TORCH_NAMES  # with the reader of pickles
+
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype not in TORCH_NAMES:
+            hint = "dequantize the weights with reshard pack --dequantize"
+            raise UsageError(tensor.place, f"torch has no dtype for {tensor.dtype}", hint, code="options.array-dtype")
 
 
 def cast_for_export(checkpoint: Checkpoint, dtype: ExportDtype) -> tuple[Checkpoint, Casts]:

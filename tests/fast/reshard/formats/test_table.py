@@ -21,6 +21,7 @@ from reshard.formats.open import find_format
 from reshard.formats.table import ExportTarget, Format
 from tests.builders import (
     DTYPE_BITS,
+    HEAD,
     Tensor,
     llama_config,
     llama_shapes,
@@ -83,6 +84,15 @@ def test_bare_config_and_a_manifest_that_is_missing_are_refused_by_what_they_lac
     assert refusal("plan", tmp_path / "model" / "config.json").found == (2, "usage.arguments", "--layout")
     missing = tmp_path / "none" / "manifest.json"
     assert refusal("check", missing).found[:2] == (3, "manifest.no-such-folder")
+
+
+@pytest.mark.parametrize("to", ["dcp", "deepspeed", "megatron"])
+def test_dtypes_that_torch_does_not_save_are_refused(to: str, tmp_path: Path) -> None:
+    tensors = random_tensors(llama_config()) | {HEAD: Tensor(dtype="F4", shape=(40, 16), data=bytes(320))}
+    write_model(tmp_path / "model", tensors=tensors)
+    packed, out = pack(tmp_path / "model", tmp_path / "packed"), tmp_path / "out"
+    assert refusal("export", packed, "--to", to, "--out", out).found[:2] == (2, "options.array-dtype")
+    assert not out.exists()
 
 
 def test_torch_shards_beside_a_stray_metadata_file_are_a_hugging_face_folder(tmp_path: Path) -> None:
