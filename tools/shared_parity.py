@@ -79,7 +79,8 @@ def _compare(entries: Sequence[CatalogueEntry], dim: Dim) -> dict[str, str]:
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         cases = [(entry, dim, {}) for entry in entries]
-        multiprocessing.spawn(_rank, (f"file://{folder}/store", cases, out), nprocs=_NUM_RANKS)
+        args = (f"file://{folder}/store", cases, out)
+        multiprocessing.start_processes(_rank, args, nprocs=_NUM_RANKS, start_method="forkserver")
         found = json.loads(out.read_text())
     return {entry.architecture: why for entry, why in zip(entries, found, strict=True)}
 

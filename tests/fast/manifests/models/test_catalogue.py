@@ -17,6 +17,7 @@ from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
 from tests.builders import files_in, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.manifests.models.catalogued import DOZEN, check_table, config_of, save_tiny, stored_by
+from tests.process.torchrun import fork_context
 from tools.parity import compare
 
 OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
@@ -186,6 +187,7 @@ def test_only_what_no_config_of_the_class_has_may_be_dropped(name: str, tmp_path
 def test_catalogue_is_what_the_command_writes(architectures: tuple[str, ...]) -> None:
     from tools import catalogue
 
+    fork_context()  # whose process has imported what ranks need
     assert check_table(catalogue.main, *architectures) == 0
 
 
