@@ -133,8 +133,9 @@ def rest(runs: Runs) -> Runs:
 
 def make_sources(place: Path) -> None:
     for weights in WEIGHTS:
-        sizes = {"hidden_size": 32, "intermediate_size": 80, "bos_token_id": 300, "eos_token_id": 301}
-        save_model(place / weights, tie_word_embeddings=weights == "tied", **sizes)
+        sizes = {"num_hidden_layers": 6, "hidden_size": 32, "intermediate_size": 80}
+        ends = {"bos_token_id": 300, "eos_token_id": 301}
+        save_model(place / weights, tie_word_embeddings=weights == "tied", **sizes, **ends)
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(place / "tied" / "tokenizer.json"))

@@ -263,7 +263,7 @@ def test_tensors_read_in_part_are_read_once_more_to_be_verified_and_those_sent_o
         assert min(checked) > stage.nbytes / 3  # shared out between the two
 
 
-STEPS, MIDDLE = 4, 2
+STEPS, MIDDLE = 2, 1
 TRAINING = ("--seq-len", 24, "--global-batch", 8, "--lr", 2e-3, "--warmup-steps", 3, "--max-norm", 0.5,
             "--data", "synthetic", "--seed", 7)  # fmt: skip
 SHARDED, CUT = ("--dp-shard", 2), ("--tp", 2)
