@@ -6,7 +6,7 @@ files that import each other, those imported inside functions and under `TYPE_CH
 
 from __future__ import annotations
 
-import importlib
+import ast
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -130,7 +130,9 @@ def _table(packages: Mapping[str, str]) -> str:
 
 
 def _purpose(module: str) -> str:
-    docstring = importlib.import_module(module).__doc__ or ""
+    path = ROOT.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")  # to import all would import torch
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
     return docstring.strip().split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
 
 

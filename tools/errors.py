@@ -8,10 +8,12 @@ that of its area.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -66,6 +68,7 @@ Written by `make errors` from `docs/errors/*.toml`; `make check` fails when it i
 
 def main() -> int:
     """Write or check the page; return the exit code."""
+    gc.disable()  # trees stay to the end
     tables = read_tables()
     page = render(tables)
     if "--check" not in sys.argv[1:]:
@@ -87,13 +90,17 @@ def read_tables() -> dict[str, dict[str, Mapping[str, str]]]:
     return tables
 
 
+@cache
+def _trees() -> Mapping[Path, ast.Module]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {path: ast.parse(path.read_text()) for path in paths}
+
+
 def raised_codes() -> dict[str, str]:
     """Return every code that the packages say, with the first place that says it."""
-    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-    trees = {path: ast.parse(path.read_text()) for path in paths}
-    constants = {name for tree in trees.values() for name in _names_given_as_code(tree)}
+    constants = {name for tree in _trees().values() for name in _names_given_as_code(tree)}
     found: dict[str, str] = {}
-    for path, tree in trees.items():
+    for path, tree in _trees().items():
         for code, line in _codes_in(tree, constants):
             found.setdefault(code, f"{path.relative_to(ROOT)}:{line}")
     return found
@@ -115,17 +122,16 @@ def find_problems(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Iter
 
 def misplaced_classes() -> Iterator[str]:
     """Yield the errors that are raised as another class than their area's."""
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES):
+    for path, tree in _trees().items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES):
+                continue
+            for keyword in node.keywords:
+                code = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+                if keyword.arg != "code" or not isinstance(code, str):
                     continue
-                for keyword in node.keywords:
-                    code = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-                    if keyword.arg != "code" or not isinstance(code, str):
-                        continue
-                    if code.partition(".")[0] not in CLASSES[node.func.id]:
-                        yield f"{path.relative_to(ROOT)}:{node.lineno}: {code} is not for {node.func.id}"
+                if code.partition(".")[0] not in CLASSES[node.func.id]:
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}: {code} is not for {node.func.id}"
 
 
 def render(tables: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
