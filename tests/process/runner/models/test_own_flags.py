@@ -37,7 +37,6 @@ CASES: dict[tuple[str, int], Cases] = {
         "tp": ("pp=1", ("--tp", 2)),
         "shards": ("pp=1", ("--dp-shard", 2)),
         "loss chunks": ("pp=2", ("--loss-chunk", 5, "--ac", "full")),
-        "zero bubble": ("pp=2,vpp=2", ZERO_BUBBLE),
     },
     (TREE, 2): {
         "experts": ("pp=1", ("--dp-shard", 2, "--ep", 2)),
@@ -45,6 +44,7 @@ CASES: dict[tuple[str, int], Cases] = {
     },
 }
 SLOW: dict[tuple[str, int], Cases] = {
+    (TINY, 2): {"zero bubble": ("pp=2,vpp=2", ZERO_BUBBLE)},
     (TREE, 2): {"shards": ("pp=1", ("--dp-shard", 2, "--loss-chunk", 5))},
     (TREE, 3): {
         "skip": ("pp=3", ()),
