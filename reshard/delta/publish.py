@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import cast, get_args
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, Parameter, SourceError, check_choice
+from manifests.errors import InputError, OutputError, Parameter, SourceError, check_choice
 from manifests.index import INDEX_NAME
 from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
+from manifests.models.config import CONFIG_NAME
 from manifests.store import read_small_file
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
@@ -310,6 +311,9 @@ def _publishing(chain: Address) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="reshard-publish-") as folder:
             yield Path(folder)
         return
+    if (chain / CONFIG_NAME).exists() and not open_chain(chain).numbers:
+        problem = "is the folder of a model, and commands would read the chain in its place"
+        raise OutputError(str(chain), problem, "publish to another folder", code="output.not-ours")
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)
         with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):

@@ -376,6 +376,16 @@ def test_optional_modules_of_a_version_can_be_dropped(tmp_path: Path) -> None:
         assert weights_in(out) == rest != bytes_of(state)
 
 
+def test_folder_of_a_model_does_not_become_a_chain(chain: Path, tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    before = files_in(tmp_path / "v1")
+    for args in (("publish", tmp_path / "v2", "--chain", tmp_path / "v1"), ("fold", chain, "--out", tmp_path / "v1")):
+        assert refusal("delta", *args).found == (3, "output.not-ours", str(tmp_path / "v1"))
+    assert files_in(tmp_path / "v1") == before
+    (chain / "config.json").write_text("{}")  # of others, in a chain that is one
+    run("delta", "publish", tmp_path / "v2", "--chain", chain)
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_version_in_a_chain_is_not_applied_to(chain: Path, number: int, tmp_path: Path) -> None:
     before = files_in(chain)
