@@ -148,14 +148,14 @@ def random_tensors(config: Mapping[str, Any], *, dtypes: Sequence[str] = ("BF16"
     """
     generator = random.Random(seed)
     return {
-        fqn: Tensor(dtype=dtype, shape=shape, data=_random_bytes(generator, prod(shape), dtype))
+        fqn: Tensor(dtype=dtype, shape=shape, data=random_bytes(generator, prod(shape), dtype))
         for fqn, shape in llama_shapes(config).items()
         if not (fqn == HEAD and config["tie_word_embeddings"])
         for dtype in [generator.choice(dtypes)]
     }
 
 
-def _random_bytes(generator: random.Random, count: int, dtype: str) -> bytes:
+def random_bytes(generator: random.Random, count: int, dtype: str) -> bytes:
     data = bytearray(generator.randbytes(count * DTYPE_BITS[dtype] // 8))
     if dtype == "F32":
         data[3::4] = data[3::4].translate(bytes(byte & 0xBF for byte in range(256)))  # an exponent's highest bit

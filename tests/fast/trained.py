@@ -16,6 +16,7 @@ from tests.builders import (
     llama_config,
     llama_shapes,
     pack,
+    random_bytes,
     random_tensors,
     read_safetensors,
     write_model,
@@ -54,7 +55,7 @@ def random_moments(config: Mapping[str, Any], seed: int = 0) -> dict[str, dict[s
     found: dict[str, dict[str, Tensor]] = {}
     for moment in MOMENTS:
         found[moment] = {
-            fqn: Tensor(dtype="F32", shape=shape, data=generator.randbytes(4 * prod(shape)))
+            fqn: Tensor(dtype="F32", shape=shape, data=random_bytes(generator, prod(shape), "F32"))
             for fqn, shape in llama_shapes(config).items()
         }
         if config["tie_word_embeddings"]:
