@@ -91,7 +91,10 @@ class ModelTensors:
         ordered = {fqn: state[fqn] for fqn in (*self.weights, *state) if fqn in state and fqn not in self.dropped}
         trained = trained_part(self.shape)
         trained = trained if shapes is None else replace(trained, tensors=shapes)
-        check_coverage(ordered, trained, f"{self.where}: {kind}", frozenset(self.dropped))
+        try:
+            check_coverage(ordered, trained, f"{self.where}: {kind}", frozenset(self.dropped))
+        except SourceError as error:  # of a parameter that was frozen, perhaps
+            raise error.changed(hint=without_optimizer()) from None
         return ordered
 
     def checkpoint(

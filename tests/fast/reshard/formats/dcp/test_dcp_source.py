@@ -180,6 +180,21 @@ def test_pack_without_a_tensor_that_was_dropped_is_a_checkpoint(tmp_path: Path) 
     assert_equal(load_file(tmp_path / "exported" / "model.safetensors"), state)
 
 
+def test_optimizer_state_without_that_of_a_frozen_parameter_says_how_to_do_without(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    options = {"betas": (0.9, 0.95), "eps": 1e-8, "lr": 0.01, "weight_decay": 0.1, "amsgrad": False}
+    optimizer: dict[str, object] = {}
+    for name in state.keys() - {"lm_head.weight"}:
+        optimizer |= {f"state.{name}.{kind}": torch.zeros_like(state[name]) for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer |= {f"state.{name}.step": torch.tensor(3.0)}
+        optimizer |= {f"param_groups.{name}.{option}": value for option, value in options.items()}
+    source = save(tmp_path / "step-3", "llama", {**state, "optimizer": optimizer})
+    refused = refusal("pack", source, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert refused.found[:2] == (3, "source.missing-tensor")
+    assert refused.text.endswith("hint: --drop optimizer packs the weights alone")
+    run("pack", source, "--layout", "pp=1", "--drop", "optimizer", "--out", tmp_path / "out")
+
+
 def codes(folder: Path, *args: str | Path) -> list[str]:
     return [found["code"] for found in reshard("check", folder, *args, "--json").json["problems"]]
 
