@@ -125,6 +125,21 @@ def test_preferences_train_and_evaluate_as_in_one_process(
         assert evaluated["eval_loss"] == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_pairs_are_evaluated_together_where_frequencies_depend_on_the_length_of_a_row(
+    tmp_path: Path, packages: Path
+) -> None:
+    prepare(tmp_path, ("pp1",), rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=4)
+    rows = write_rows(tmp_path / "rows.jsonl")
+    data = ("--data", tmp_path / "rows.jsonl", "--eval-data", tmp_path / "rows.jsonl")
+    run_all(tmp_path, ("pp1",), (*data, "--loss", "preference"), packages)
+    with torch.no_grad():
+        tokens, labels = batch_of(rows)
+        loss = preferred(load_model(tmp_path / "saved-pp1")(input_ids=tokens).logits, labels, rows).item()
+    evaluated = next(line for line in lines_of(tmp_path / "log-pp1") if "eval_loss" in line)
+    assert evaluated["eval_loss"] == pytest.approx(loss, rel=1e-6)
+
+
 def test_losses_are_refused_where_rows_are_split_or_have_no_fields(tmp_path: Path, packages: Path) -> None:
     prepare(tmp_path, ("dp2",))
     write_rows(tmp_path / "rows.jsonl")

@@ -73,9 +73,9 @@ def check_step(source: Path, saved: Path, rows: Sequence[Mapping[str, Any]], lin
         assert (change - expected).abs().max() <= 1e-6 + 2e-6 * expected.abs().max(), name
 
 
-def prepare(place: Path, layouts: Sequence[str]) -> Path:
+def prepare(place: Path, layouts: Sequence[str], **fields: Any) -> Path:
     source = place / "source"
-    save_model(source, num_hidden_layers=4, hidden_size=32, intermediate_size=48)
+    save_model(source, num_hidden_layers=4, hidden_size=32, intermediate_size=48, **fields)
     for layout in {LAYOUTS[name][1] for name in layouts}:
         pack(source, place / layout, layout)
     return source
