@@ -22,7 +22,7 @@ from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
-from runner.checkpoint.resume import Origin
+from runner.checkpoint.resume import Origin, check_state_of_all
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
@@ -168,6 +168,7 @@ def _begin(
         save_context = SaveContext.of(launched, origin, num_writers=mesh.num_writers, named=named)
         check_launched(launched)
         check_adapters(origin, options, training)
+        check_state_of_all(origin, options, training)
         # From which weights are read that have no adapters.
         base = launched if has_adapters(origin.manifest) else origin
         has_moments = training is not None and base is origin

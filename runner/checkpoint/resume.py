@@ -12,6 +12,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
+from manifests.optimizer_state import kinds_of
 from manifests.schema import (
     BatchSizes,
     DataCursor,
@@ -20,11 +21,13 @@ from manifests.schema import (
     TrainingState,
 )
 from manifests.store import read_small_file
+from manifests.trained import TRAINED_NAME, decode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.optimizers import is_flagged, optimizer_of
 from runner.config.schema import Dtype, ResumeOptions
+from runner.config.trained import trained_by
 from stores.open import ReadManifest, open_manifest
 
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
@@ -93,6 +96,21 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
         return None
     _check_state(training, origin.where)
     return training
+
+
+def check_state_of_all(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
+    """Check that a checkpoint whose run froze parameters has the optimizer state of all that this run trains."""
+    recorded = next((file.digest for file in origin.manifest.files if file.path == TRAINED_NAME), None)
+    if recorded is None or training is None or training.optimizer is None or not kinds_of(training.optimizer):
+        return
+    path = origin.root / TRAINED_NAME
+    before = decode_trained(read_small_file(path, recorded), str(path))
+    trains = trained_by(options, origin.shape.ties)
+    lacking = [fqn for fqn in origin.shape.trained if fqn not in before and (trains is None or trains(fqn))]
+    if lacking:
+        problem = f"has no optimizer state of {lacking[0]}: its run froze it"
+        hint = f"repeat its --train-only flags; {_WEIGHTS_ONLY}"
+        raise CheckpointError(origin.where, problem, hint, code="resume.no-optimizer-state")
 
 
 def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from runner.bundle.packed import Packed, check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.data_position import find_data
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space
-from runner.checkpoint.resume import Origin, check_fits, find_origins, remembered, resumed_state
+from runner.checkpoint.resume import Origin, check_fits, check_state_of_all, find_origins, remembered, resumed_state
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES
@@ -126,6 +126,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         check_fits(origin, launched)
         training = resumed_state(origin, options.resume, is_launched=origin is launched)
         check_adapters(origin, options, training)
+        check_state_of_all(origin, options, training)
         if training is not None:
             options = recall(options, remembered(training))
         _check_step(launched, options, degrees)

@@ -11,14 +11,17 @@ from typing import Any
 
 import pytest
 
+from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import DataPosition, LearningRate, TrainingState
+from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
 from runner.checkpoint.resume import (
     Origin,
     check_fits,
+    check_state_of_all,
     find_origins,
     override_notes,
     remember,
@@ -221,6 +224,22 @@ def test_state_that_the_runner_cannot_resume_is_refused(
         wording(str(error.value))
     weights_only = options("--resume", trained, "--resume-weights-only").resume
     assert resumed_state(open_packed(trained), weights_only, is_launched=False) is None
+
+
+def test_state_of_what_a_run_froze_is_missed_before_anything_is_read(trained: Path, wording: Wording) -> None:
+    text = encode_trained(fqn for fqn in open_packed(trained).shape.trained if "layers" in fqn)
+    (trained / TRAINED_NAME).write_bytes(text)
+    record = {"path": TRAINED_NAME, "nbytes": len(text), "digest": digest_bytes(text)}
+    change_manifest(trained, lambda document: document["files"].append(record))
+    origin = open_packed(trained)
+    training = origin.manifest.training
+    for accepted, state in ((options("--train-only", "layers"), training), (options(), None)):
+        check_state_of_all(origin, accepted, state)
+    for refused in (options(), options("--train-only", "norm")):
+        with pytest.raises(InputError) as error:
+            check_state_of_all(origin, refused, training)
+        assert (error.value.code, error.value.where) == ("resume.no-optimizer-state", f"{trained}/manifest.json")
+    wording(str(error.value))
 
 
 def other(tmp_path: Path, **config: Any) -> Packed:
