@@ -134,7 +134,8 @@ def prune(
     """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back.
 
     Kept in any case, and not counted: those that are `spared`, by whatever path, and later ones, which are not this
-    run's. Those to which somebody has added files, or that cannot be looked through, are kept with a warning.
+    run's. Those to which somebody has added files, or that cannot be looked through, are kept with a warning. One whose
+    manifest cannot be read, and which no run resumes, is not counted either.
 
     Raises:
         InputError: `newest` cannot be read back, and nothing was removed; or one cannot be removed.
@@ -150,7 +151,8 @@ def prune(
         for path in find_checkpoints(history)
         if (step_of(path) or 0) <= last and path.resolve() not in spared_paths
     ]
-    for path in past[keep:]:
+    last_ones = [path for path in past if files_of_manifest(path) is not None][:keep]
+    for path in (path for path in past if path not in last_ones):
         if (reason := _why_kept(path)) is not None:
             logger.warning("%s: kept beyond --keep: %s", path, reason)
             continue

@@ -199,6 +199,13 @@ def test_checkpoint_with_files_of_others_in_it_is_not_pruned(
     ]
 
 
+def test_checkpoint_whose_manifest_cannot_be_read_takes_no_other_ones_place(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20, 30, 40)
+    (checkpoint_path(tmp_path, 30) / "manifest.json").write_text("{}")
+    prune(tmp_path, checkpoint_path(tmp_path, 40), keep=2)
+    assert names_in(tmp_path) == ["step-000020", "step-000030", "step-000040"]
+
+
 def test_checkpoint_whose_manifest_cannot_be_read_gives_way_whole(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20)
     damaged = checkpoint_path(tmp_path, 20)
