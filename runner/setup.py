@@ -166,6 +166,8 @@ def _begin(
         options, origin, training = start.options, start.origin, start.training
         named = None if options.resume.source in (None, "auto") else origin.root
         save_context = SaveContext.of(launched, origin, num_writers=mesh.num_writers, named=named)
+        if mesh.rank == 0:
+            save_context = save_context.with_contents()
         check_launched(launched)
         check_adapters(origin, options, training)
         check_state_of_all(origin, options, training)

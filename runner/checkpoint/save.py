@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -21,7 +21,7 @@ from manifests.index import INDEX_NAME, encode_index
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Shard, Stage, TrainingState
-from manifests.store import write_file, write_manifest
+from manifests.store import read_small_file, write_file, write_manifest
 from manifests.trained import TRAINED_NAME, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
@@ -60,12 +60,19 @@ class SaveContext:
     num_writers: int = 1
     adapters: AdapterRecord | None = None  # of a run that trains adapters; see Note [Checkpoints of adapters]
     trained: tuple[str, ...] | None = None  # of a run that freezes other parameters
+    contents: Mapping[str, bytes] = field(default_factory=dict)  # of auxiliary files, which are in `root` otherwise
 
     @property
     def records(self) -> dict[str, bytes]:
         """The small files that say what is trained, by name."""
         records = {} if self.adapters is None else {RECORD_NAME: self.adapters.encode()}
         return records if self.trained is None else {TRAINED_NAME: encode_trained(self.trained)}
+
+    def with_contents(self) -> SaveContext:
+        """Return it with the auxiliary files in memory: `root` may be replaced or removed while a run trains."""
+        files = self.manifest.files
+        contents = {file.path: read_small_file(self.root / file.path, file.compared_digest) for file in files}
+        return replace(self, contents=contents)
 
     @classmethod
     def of(cls, launched: Packed, origin: Packed, *, num_writers: int, named: Path | None = None) -> SaveContext:
@@ -260,10 +267,9 @@ def _commit(
         timer.beat()
         target = folder / auxiliary.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        if auxiliary.path in data_files:
-            write_file(target, data_files[auxiliary.path])
-        else:
-            write_file(target, Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest))
+        data = data_files.get(auxiliary.path, context.contents.get(auxiliary.path))
+        blocks = Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest) if data is None else data
+        write_file(target, blocks)
     for name, data in context.records.items() if training.optimizer or context.adapters else ():
         write_file(folder / name, data)
         files = (*files, AuxiliaryFile(path=name, nbytes=len(data), digest=digest_bytes(data)))

@@ -134,6 +134,26 @@ def test_pruning_may_take_longer_than_ranks_wait_for_each_other(packed: Path, tm
     assert [step_of(path) for path in find_checkpoints(tmp_path / "history")] == [4, 3]
 
 
+def test_run_saves_although_the_folder_that_was_launched_is_gone(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=1)
+    (tmp_path / "model" / "notes.txt").touch()
+    packed, history = pack(tmp_path / "model", tmp_path / "packed", "pp=1"), tmp_path / "history"
+    words = (
+        packed / "manifest.json", "--data", "synthetic", "--seq-len", "16", "--checkpoint", history,
+        "--log-dir", tmp_path / "log", "--steps", str(ENDLESS),
+    )  # fmt: skip
+    with started(1, "../../runner/train.py", *words) as (run,):
+        run.wait_for("step 2/", timeout_s=60)
+        packed.rename(tmp_path / "elsewhere")
+        assert run.process.pid is not None
+        os.kill(run.process.pid, signal.SIGUSR2)
+        assert run.wait(60) == 130, run.said
+    (checkpoint,) = find_checkpoints(history)
+    assert reshard("verify", checkpoint).code == 0
+    for file in open_manifest(checkpoint).manifest.files:
+        assert (checkpoint / file.path).read_bytes() == (tmp_path / "elsewhere" / file.path).read_bytes()
+
+
 def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> None:
     """The disk fills up, then the run is asked to stop."""
     save_model(tmp_path / "model", num_hidden_layers=1, vocab_size=1 << 13)
