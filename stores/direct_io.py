@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 BLOCK_NBYTES = 1 << 20  # fits into the CPU cache between read, hash and write
-_SECTOR_NBYTES = 4096
+_SECTOR_NBYTES = max(4096, mmap.PAGESIZE)  # no page of the cache is written both ways; some kernels' have 64 KiB
 _WINDOW_NBYTES = 8 << 20
 
 Io = Literal["direct", "buffered"]
