@@ -64,7 +64,7 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
     if not has_adapters(origin.manifest):
         if options.lora is not None and training is not None:
             problem = "has no adapters: its optimizer state is of the whole model"
-            hint = "--resume-weights-only starts a new run with its weights as the base"
+            hint = "--resume DIR --resume-weights-only starts a new run with its weights as the base"
             raise CheckpointError(origin.where, problem, hint, code="resume.other-adapters")
         return
     stored = _decode(origin)["lora"]

@@ -33,7 +33,7 @@ from stores.open import ReadManifest, open_manifest
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
 _STORED = {flag: dtype for dtype, flag in _DTYPES.items()}
 _OTHER = "resume a checkpoint of the launched model, or launch the manifest of this checkpoint"
-_WEIGHTS_ONLY = "--resume-weights-only starts a new run with its weights"
+_WEIGHTS_ONLY = "--resume DIR --resume-weights-only starts a new run with its weights"
 _RESUME_NEWEST = "resume from the newest with --resume auto, or choose another --checkpoint"
 
 

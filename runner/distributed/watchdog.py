@@ -163,9 +163,7 @@ class Watchdog:
             if self._phase != "train":
                 stalled_s = max((timer.stalled_s for timer in self._saving), default=0.0)
                 if stalled_s > self._save_timeout_s:
-                    why = (
-                        f"writing its checkpoint has made no progress for {stalled_s:.0f} s: the disk does not respond"
-                    )
+                    why = f"what it saves has made no progress for {stalled_s:.0f} s: a disk or bucket does not answer"
                     self._end(why, kind="failed", error_code="checkpoint.stalled")
                 continue
             grace_s = self.grace_s
