@@ -103,8 +103,8 @@ class Saver(InFlight[SaveReport]):
     # Note [Asynchronous saves]
     A thread on each rank writes, and these threads coordinate the commit over a separate process group:
     training runs no collective for a save, and waits for a disk only if the previous save has not ended.
-    While cores are busy, hashing and writing take a 25th of one, see Note [Yielding without priorities], for as
-    long as 96 MiB/s allow, or until training waits for the save. The threads exchange their progress while they
+    While cores are busy, hashing and writing take a twentieth of one, see Note [Yielding without priorities], for as
+    long as 128 MiB/s allow, or until training waits for the save. The threads exchange their progress while they
     write, so `timeout` does not limit a save that makes progress.
 
     Every rank calls `save` after the same steps.

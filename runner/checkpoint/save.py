@@ -39,7 +39,7 @@ from stores.local import LocalFile
 
 logger = logging.getLogger(__name__)
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
-_LEAST_NBYTES_PER_S = 96 << 20  # a save beside training that is slower yields to it no longer
+_LEAST_NBYTES_PER_S = 128 << 20  # a save beside training that is slower yields to it no longer
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
 _ABSENT = (FileNotFoundError, NotADirectoryError)

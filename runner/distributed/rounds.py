@@ -17,7 +17,7 @@ from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 T = TypeVar("T")
 _ROUND_S = 2.0
 _SLICE_S = 0.002  # of processor time, between two looks at the cores
-_SHARE = 0.04  # of a core, while they are busy
+_SHARE = 0.05  # of a core, while they are busy
 _LONGEST_PAUSE_S = 0.5
 
 
@@ -72,7 +72,7 @@ def run_beside_training(
     are_cores_busy: Callable[[], bool] | None = None,
     pause: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Run a generator to its end: while cores are busy, in a 25th of one, until it is awaited.
+    """Run a generator to its end: while cores are busy, in a twentieth of one, until it is awaited.
 
     # Note [Yielding without priorities]
     A thread of low priority that has the interpreter's lock keeps training from it until the scheduler lets it

@@ -26,13 +26,13 @@ def compute(count: int) -> Generator[None, None, int]:
     return count
 
 
-def test_pauses_on_busy_cores_leave_a_25th_of_one() -> None:
+def test_pauses_on_busy_cores_leave_a_twentieth_of_one() -> None:
     pauses_s: list[float] = []
     begun_s = time.thread_time()
     assert run_beside_training(compute(10), are_cores_busy=lambda: True, pause=pauses_s.append) == 10
     used_s = time.thread_time() - begun_s
     assert len(pauses_s) == 10
-    assert 0.04 * 24 <= sum(pauses_s) <= used_s * 24 + 1e-6
+    assert 0.04 * 19 <= sum(pauses_s) <= used_s * 19 + 1e-6
 
 
 def test_idle_cores_and_work_that_is_awaited_mean_no_pause() -> None:
@@ -75,10 +75,10 @@ def test_a_wait_longer_than_a_slice_and_more_threads_than_cores_are_contention(
 def test_save_that_is_awaited_or_slower_than_the_floor_yields_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock_s = [100.0]
     monkeypatch.setattr(save.time, "monotonic", lambda: clock_s[0])
-    state = {0: {WEIGHTS: whole_pieces({"a": torch.zeros(1 << 20)})}}  # 4 MiB: 1/24 s at 96 MiB/s
+    state = {0: {WEIGHTS: whole_pieces({"a": torch.zeros(1 << 20)})}}  # 4 MiB: 1/32 s at 128 MiB/s
     hurries = save.hurrying(state, lambda: False)
     assert save.hurrying(state, lambda: True)()
-    clock_s[0] += 0.04
+    clock_s[0] += 0.03
     assert not hurries()
     clock_s[0] += 0.002
     assert hurries()
