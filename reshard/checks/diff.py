@@ -14,6 +14,7 @@ from reshard.checks.compare import tensors_of
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.open import open_both
+from reshard.formatting import counted
 from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.slices import slices_of
@@ -198,7 +199,8 @@ def _layout(checkpoint: Checkpoint) -> str:
     if checkpoint.manifest is None:
         return "none"
     layout = checkpoint.manifest.layout
-    return f"{layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}"
+    stages, ranks = counted(layout.num_stages, "stage"), counted(layout.num_ranks, "rank")
+    return f"{layout.spec}: {stages} on {ranks}, style {layout.style}"
 
 
 def _measure(difference: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:

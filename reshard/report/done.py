@@ -255,13 +255,14 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> st
     head = ("stage", "rank", "vpp", "modules", "tensors", "params", "bytes")
     training = manifest.training
     optimizer = training.optimizer if training else None
+    stages, ranks = counted(layout.num_stages, "stage"), counted(layout.num_ranks, "rank")
     lines = [
         f"{manifest.model.architecture}, {manifest.model.num_layers} layers, {manifest.model.num_params:,} parameters",
         f"from {manifest.source.kind}: {manifest.source.location}",
         f"written by {manifest.created_by}"
         + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
         + (f", with the optimizer state of {describe_optimizer(optimizer)}" if optimizer else ""),
-        f"layout {layout.spec}: {layout.num_stages} stages on {layout.num_ranks} ranks, style {layout.style}",
+        f"layout {layout.spec}: {stages} on {ranks}, style {layout.style}",
         table(head, rows, left_columns=frozenset({"modules"})),
         *tie_lines(manifest.ties),
         *_virtual_lines(manifest),

@@ -47,8 +47,9 @@ def closing(
 ) -> Sequence[str]:
     """Return lines on what was trained, and the command that follows. `peaks_nbytes` are of every rank."""
     most = max(range(len(peaks_nbytes)), key=peaks_nbytes.__getitem__)
+    steps = "1 step" if num_steps == 1 else f"{num_steps:,} steps"
     return (
-        f"trained {num_steps:,} steps, {num_tokens:,} tokens, in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s;"
+        f"trained {steps}, {num_tokens:,} tokens, in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s;"
         f" peak memory {show_bytes(peaks_nbytes[most])}, on rank {most}",
         f"next: {shlex.join(following)}",
     )
