@@ -55,13 +55,6 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
-    """Fork the process that ranks come from before any test: torch takes no fork after a backward."""
-    if torchrun := sys.modules.get("tests.process.torchrun"):
-        torchrun.fork_context()
-
-
 @pytest.fixture(autouse=True)
 def flags_in_errors() -> Iterator[None]:
     """Write errors as the commands do; tests of the Python API have another fixture of this name."""

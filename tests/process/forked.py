@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from tests.process.torchrun import ROOT, forget_files, fork_context
+from tests.process.torchrun import ROOT, fork_context
 
 
 class Forked:
@@ -119,7 +119,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         for thread in threading.enumerate():
             if thread.name == "signals":
                 thread.join()
-        forget_files({0, 1, 2})
+        os.closerange(3, 1024)
         os.environ.clear()
         os.environ.update(environment)
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:

@@ -7,32 +7,25 @@ torchrun itself does, `tests/process/runner/launch/test_launch.py` and others se
 
 from __future__ import annotations
 
-import faulthandler
 import gc
-import importlib
-import logging
 import os
 import runpy
 import sys
 import time
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver, get_context, resource_tracker, util
+from multiprocessing import connection, forkserver, get_context
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
-import torch
 from torch.distributed import TCPStore
 
 from tests.no_fsync import stop_fsync
 
 ROOT = Path(__file__).resolve().parents[2]
 _HOST = "localhost"
-_START = util.spawnv_passfds
 _IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
@@ -111,62 +104,15 @@ def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float
 
 
 def fork_context() -> ForkServerContext:
-    """Start the process that is forked, in the folder that our own modules are found from.
-
-    It is forked, too: this process has imported most of what ranks need. With a GPU, Python is started: none is used in
-    a process that was forked after another one had asked for it.
-    """
+    """Start the process that is forked, in the folder that our own modules are found from."""
     context, before = get_context("forkserver"), Path.cwd()
-    has_gpu = torch.cuda.is_available()
-    context.set_forkserver_preload(list(_IMPORTED) if has_gpu else [])
+    context.set_forkserver_preload(list(_IMPORTED))
     os.chdir(ROOT)
     try:
-        if has_gpu:
-            forkserver.ensure_running()
-            return context
-        for name in _IMPORTED:
-            importlib.import_module(name)
-        resource_tracker.ensure_running()
-        with patch.object(util, "spawnv_passfds", _fork_server):
-            forkserver.ensure_running()
+        forkserver.ensure_running()
     finally:
         os.chdir(before)
     return context
-
-
-def _fork_server(path: str, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Fork where multiprocessing would start Python, and leave what is pytest's."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads that are not forked
-        if pid := os.fork():
-            return pid
-    try:
-        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-        logging.root.handlers.clear()
-        faulthandler.disable()
-        for handler in (reference() for reference in logging._handlerList):  # made while pytest captures
-            if type(handler) is logging.StreamHandler:
-                handler.setStream(sys.stderr)
-            elif type(handler).__module__ == "_pytest.logging":
-                handler.setLevel(logging.CRITICAL + 1)
-        forget_files({0, 1, 2, *descriptors})
-        warnings.resetwarnings()
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
-            warnings.simplefilter("ignore", category)  # as Python begins
-        util.spawnv_passfds = _START
-        forkserver._forkserver.__init__()  # its lock is held
-        exec(arguments[-1])
-    finally:
-        os._exit(0)
-
-
-def forget_files(kept: Iterable[int]) -> None:
-    """Replace other descriptors than these by that of nothing: objects of the process before will close them."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")}.difference(kept):
-        with suppress(OSError):
-            os.dup2(nothing, descriptor, inheritable=False)
 
 
 def _wait(processes: list[ForkServerProcess], until_s: float) -> bool:
