@@ -28,7 +28,7 @@ from reshard.archives.dcp import DcpValue, read_values
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
 from reshard.archives.tensors import VALUES, ArchiveDtype, read_object, read_value
 from stores.local import LocalFile, LocalFolder
-from tests.builders import Ended, llama_config, llama_shapes, reshard
+from tests.builders import llama_config, llama_shapes, reshard
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save, torchtitan_state
 
 DATA = Path(__file__).resolve().parents[3] / "data"
@@ -168,23 +168,18 @@ def of_each(kinds: dict[str, Any], most: int) -> list[tuple[str, str]]:
 
 
 def code_of(folder: Path, *flags: str) -> str:
-    """Pack, check and inspect the folder; return the code with which the first refuses it.
-
-    Python's memory is traced, which takes most of a test, for one of them: each has its turn with other folders.
-    """
+    """Pack, check and inspect the folder; return the code with which the first refuses it, in bounded memory."""
     place = folder.parent
-    before, turn, ended = sorted(place.iterdir()), sum(map(ord, place.name)) % 3, list[Ended]()
-    pack = ("pack", folder, "--layout", "pp=1", "--out", place / "out", *flags)
-    for number, words in enumerate((pack, ("check", folder), ("inspect", folder))):
-        if number == turn:
-            tracemalloc.start()
-        try:
-            ended.append(reshard(*words, "--json"))
-            assert number != turn or tracemalloc.get_traced_memory()[1] < MOST_NBYTES
-        finally:
-            tracemalloc.stop()
-    packed, checked, inspected = ended
-    exit_code, code, _ = packed.refusal
+    before = sorted(place.iterdir())
+    tracemalloc.start()
+    try:
+        exit_code, code, _ = reshard(
+            "pack", folder, "--layout", "pp=1", "--out", place / "out", "--json", *flags
+        ).refusal
+        checked, inspected = reshard("check", folder, "--json"), reshard("inspect", folder, "--json")
+        assert tracemalloc.get_traced_memory()[1] < MOST_NBYTES
+    finally:
+        tracemalloc.stop()
     assert exit_code == 3
     assert checked.code in (0, 3, 4)
     assert inspected.code in (0, 3)
