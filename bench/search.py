@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -36,6 +36,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import bubble
 from measure import RESHARD, ROOT, circumstances, load_average, run_runner, write_result
+
+from manifests.module_times import read_times
 
 WARM = 1  # steps that do not count
 LAST_TRACED = 6
@@ -110,6 +112,9 @@ def measure(case: Case, num_steps: int, num_turns: int, scratch: Path, end_s: fl
             shutil.rmtree(log, ignore_errors=True)
             load = load_average()
             _train(case, max(0, number), num_steps, scratch, log, *(trace if number < 0 else ()))
+            if case.wait_s and number < 0:  # layers sleep for each sequence, and for nothing else
+                times = read_times(log / "times.json")
+                (log / "times.json").write_bytes(replace(times, fixed_share=0.0).encode())
             (log / DONE).write_text(json.dumps(load))
         loads.append(json.loads((log / DONE).read_text()))
         seconds = _step_s(log, case)

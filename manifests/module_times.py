@@ -8,6 +8,12 @@ them: in processor time of a busy CPU core, in float32, of widths 256 to 1,024 a
 as long, 1.14 in the median; once on an H100 with torch 2.11, on 2026-11-26, in bfloat16, of widths 2,048 to 8,192 and
 2,048 to 8,192 tokens, 1.5 to 2.4 ms longer for each layer (3.8 ms at a width of 1,024), which is 6 to 45 % where a
 layer computes for more than 3 ms.
+
+# Note [What each microbatch takes]
+Part of a module's time is the same for any number of tokens: its weights are read, and its gradients are added to those
+of the microbatches before. With 128 tokens in float32 and a width of 512, on a core, that is a fifth of a product's
+time, so 256 tokens take 1.8 times as long. A run measures this share with a product of its own number of tokens, and
+one of twice as many.
 """
 
 from __future__ import annotations
@@ -117,10 +123,14 @@ class StepTime:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredTimes:
-    """Times by module, in seconds, and the options with which they were measured, such as `seq_len`."""
+    """Times by module, in seconds, and the options with which they were measured, such as `seq_len`.
+
+    `fixed_share` of them is the same for any number of tokens; see Note [What each microbatch takes].
+    """
 
     modules: Mapping[str, ModuleTime]
     step: StepTime | None = None
+    fixed_share: float = 0.0
     how: Mapping[str, Any] = field(default_factory=dict)
 
     __repr__ = brief
@@ -129,14 +139,17 @@ class MeasuredTimes:
         """Return the factor of times for so many tokens of a microbatch on a rank, and this tensor-parallel degree."""
         how = self.how
         measured = how["microbatch"] * how["seq_len"] // how.get("cp", 1)
-        return float(num_tokens / measured * how.get("tp", 1) / tensor)
+        tokens = self.fixed_share + (1 - self.fixed_share) * num_tokens / measured
+        return float(tokens * how.get("tp", 1) / tensor)
 
     def encode(self) -> bytes:
         """Return the text of `times.json`."""
         modules = {
             module: {"forward_s": time.forward, "backward_s": time.backward} for module, time in self.modules.items()
         }
-        document = {"version": _VERSION, "measured": dict(self.how), "modules": modules}
+        document = {
+            "version": _VERSION, "measured": dict(self.how), "fixed_share": self.fixed_share, "modules": modules
+        }  # fmt: skip
         if (step := self.step) is not None:
             link: dict[str, float] = {}
             if step.link is not None:
@@ -154,7 +167,8 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
     """Read `{"version": 1, "modules": {"model.layers.0": {"forward_s": 0.01, "backward_s": 0.02}}}`.
 
     "measured", an object, may say how they were measured, and `"step": {"overhead_s": 0.2, "num_params": 8030261248,
-    "nbytes_per_s": 5e10, "latency_s": 1e-4, "shard_nbytes_per_s": 4e10}` what a step takes besides, see `StepTime`.
+    "nbytes_per_s": 5e10, "latency_s": 1e-4, "shard_nbytes_per_s": 4e10}` what a step takes besides, see `StepTime`;
+    "fixed_share", from 0 to 1, is `MeasuredTimes`'.
     Units: seconds for one microbatch.
     """
     document = parse_json_object(text, where)
@@ -171,8 +185,13 @@ def parse_times(text: bytes, where: str) -> MeasuredTimes:
         for module, entry in modules.items()
     }
     how = _object(document.get("measured", {}), f"{where}: measured")
-    step = document.get("step")
-    return MeasuredTimes(modules=times, how=how, step=None if step is None else _step(step, f"{where}: step"))
+    step, share = document.get("step"), document.get("fixed_share", 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        problem = f"expected a number from 0 to 1, found {str(share)[:80]}"
+        raise InputError(f"{where}: fixed_share", problem, code="options.cost-file")
+    return MeasuredTimes(
+        modules=times, how=how, step=None if step is None else _step(step, f"{where}: step"), fixed_share=share
+    )
 
 
 def _step(entry: object, where: str) -> StepTime:

@@ -35,8 +35,9 @@ from runner.distributed.fail_together import errors_of_rank, from_all_ranks, fro
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
-from runner.distributed.world import World, device_of, join_world, measure_link
+from runner.distributed.world import World, device_of, join_world
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
+from runner.measure.after_run import measure_fixed_share, measure_link
 from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad
@@ -53,6 +54,7 @@ from runner.rundir.heartbeat import clear_beats
 from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
 from runner.setup import Ready, begin
 from runner.steps import evaluate, train_steps
+from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.ties import check_equal
 from stores.address import is_url
 from stores.open import open_manifest
@@ -175,11 +177,12 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
         if options.traced:
-            num_tokens = options.batch.microbatch * options.batch.seq_len
-            link = measure_link(device, num_tokens, ready.launched.shape.hidden_size)
+            sizes = options.batch.microbatch * options.batch.seq_len, ready.launched.shape.hidden_size
+            link = measure_link(device, *sizes)
+            fixed_share = measure_fixed_share(device, *sizes, FLAG_DTYPES[options.compute.dtype])
             if world.rank == 0:
                 trained_counts = trained_params(options, ready.launched.shape)
-                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, link, trained_counts)
+                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, link, trained_counts, fixed_share)
 
 
 def check_writes(ready: Ready, world: World) -> None:

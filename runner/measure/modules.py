@@ -25,6 +25,7 @@ from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted
 from runner.distributed.world import World, device_of
+from runner.measure.after_run import measure_fixed_share
 from runner.models import Family, family_of
 from runner.models.family import row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, materialize
@@ -89,7 +90,9 @@ def measure_modules(
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} thread"
     how = {**asdict(setting), "device": name, "torch": torch.__version__}
     step = StepTime(overhead_s=overhead_s, num_params=num_params) if num_params else None
-    return MeasuredTimes(modules=module_seconds, how=how, step=step)
+    tokens, dtype = setting.microbatch * setting.seq_len, FLAG_DTYPES[setting.dtype]
+    fixed_share = measure_fixed_share(device, tokens, packed.shape.hidden_size, dtype)
+    return MeasuredTimes(modules=module_seconds, how=how, step=step, fixed_share=fixed_share)
 
 
 def _together(family: Family) -> Iterator[tuple[str, ...]]:

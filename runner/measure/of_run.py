@@ -33,12 +33,13 @@ def read_run_times(
     degrees: ParallelDims | None = None,
     link: Link | None = None,
     trained: Mapping[str, int] | None = None,
+    fixed_share: float = 0.0,
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
     A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
     by default one rank for each stage, `link` is that of `measure_link`, and `trained` has the numbers of parameters
-    that the run trains, by default all.
+    that the run trains, by default all; `fixed_share` is that of `measure_fixed_share`.
     """
     run = read_run(log_dir)
     if run.traces is None:
@@ -71,7 +72,8 @@ def read_run_times(
     every = {fqn: packed.shape.count_params(fqn) for fqn in packed.shape.tensors}
     trained = every if trained is None else trained
     how["trained"] = "all" if trained.keys() == every.keys() else "part"
-    return MeasuredTimes(modules=times, how=how, step=_step_time(packed, run, run.traces, degrees, link, trained))
+    step = _step_time(packed, run, run.traces, degrees, link, trained)
+    return MeasuredTimes(modules=times, how=how, step=step, fixed_share=fixed_share)
 
 
 def _step_time(
@@ -128,11 +130,13 @@ def write_run_times(
     degrees: ParallelDims | None = None,
     link: Link | None = None,
     trained: Mapping[str, int] | None = None,
+    fixed_share: float = 0.0,
 ) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""
     path = log_dir / TIMES_NAME
     try:
-        write_file(path, read_run_times(packed, log_dir, degrees, link, trained).encode(), is_durable=False)
+        times = read_run_times(packed, log_dir, degrees, link, trained, fixed_share)
+        write_file(path, times.encode(), is_durable=False)
     except UserError as error:
         logger.warning("note: %s is not written: %s", path, error)
     except OSError as error:

@@ -6,6 +6,7 @@ import json
 import random
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -347,6 +348,27 @@ def test_times_of_a_run_have_the_masks_and_the_sends_of_its_own_method(tmp_path:
     alone = write_run(tmp_path / "alone", config, num_ranks=1, ranks_per_node=1)
     added = reshard(*words, "--tp", "2", "--from-run", alone).json["step_s"]
     assert added == pytest.approx(35 * layer_s / 2)  # no link was measured
+
+
+def test_what_each_microbatch_takes_is_not_scaled_to_its_tokens(tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config, num_ranks=2, ranks_per_node=2)
+    times = read_times(log / "times.json")
+    assert parse_times(replace(times, fixed_share=0.25).encode(), "again").fixed_share == 0.25
+    assert times.how["microbatch"] == 2
+    for fixed_share, half in ((0.0, 0.5), (0.25, 0.625), (1.0, 1.0)):
+        (log / "times.json").write_bytes(replace(times, fixed_share=fixed_share).encode())
+        words = ("plan", config, "--layout", "pp=1", "--global-batch", "8", "--json", "--from-run", log)
+        small, large = (reshard(*words, "--microbatch", str(microbatch)).json["step_s"] for microbatch in (1, 2))
+        assert small / large == pytest.approx(2 * half)  # there are twice as many
+
+
+@pytest.mark.parametrize("share", ["-0.1", "1.5", "true", '"half"'])
+def test_share_that_is_none_is_refused(share: str) -> None:
+    text = f'{{"version": 1, "modules": {{}}, "fixed_share": {share}}}'
+    with pytest.raises(InputError) as caught:
+        parse_times(text.encode(), "times.json")
+    assert (caught.value.code, caught.value.where) == ("options.cost-file", "times.json: fixed_share")
 
 
 def test_rest_of_a_measured_step_and_its_network_are_in_planned_steps(tmp_path: Path) -> None:

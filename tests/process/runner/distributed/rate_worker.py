@@ -6,7 +6,8 @@ import os
 
 import torch
 
-from runner.distributed.world import World, join_world, measure_link
+from runner.distributed.world import World, join_world
+from runner.measure.after_run import measure_link
 
 CPU = torch.device("cpu")
 

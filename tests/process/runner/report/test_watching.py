@@ -30,7 +30,9 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     for path in (events, offline):
         assert b"communication_s/1" in path.read_bytes()
 
-    step = read_times(log / "times.json").step
+    times = read_times(log / "times.json")
+    assert 0 <= times.fixed_share <= 1
+    step = times.step
     assert step is not None
     assert step.link is not None, said
     assert min(step.link.rate, step.link.shard_rate) > 0
