@@ -113,7 +113,7 @@ def _standalone(picture: str, width: int) -> str:
 
 def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dict[str, object]:
     """Run a case, and return its measured and its simulated bubble."""
-    from runner.report.page import planned, write_report
+    from runner.report.page import write_report
     from runner.report.read import read_run
 
     waits = f", layers wait {case.wait_s * 1e3:g} ms" if case.wait_s else ""
@@ -132,7 +132,7 @@ def measure(case: Case, num_steps: int, scratch: Path, page: Path | None) -> dic
         picture = re.search(r'<svg class="pipeline".*?</svg>', page.read_text(), re.DOTALL)
         assert picture is not None
         page.with_suffix(".svg").write_text(_standalone(picture[0], 640))
-    traces, plan, steps = run.traces, planned(run.traces), run.steps[WARM - 1 :]
+    traces, plan, steps = run.traces, run.traces.planned(), run.steps[WARM - 1 :]
     assert traces.seconds >= 3 * case.wait_s * case.num_layers * 8 / case.num_ranks, "layers did not wait"
     parts = {part: [sum(line[f"{part}_s"]) for line in steps] for part in ("compute", "communication", "bubble")}
     return {

@@ -109,12 +109,14 @@ class Link:
 class StepTime:
     """What a step takes besides its schedule: gradient norm, clipping, the optimizer's step, metrics; and its network.
 
-    Units: `overhead_s` in seconds, of a rank that steps `num_params` parameters.
+    Units: `overhead_s` in seconds, of a rank that steps `num_params` parameters; `gap_s` in seconds, by which an action
+    whose result another rank takes is longer than its computation.
     """
 
     overhead_s: float
     num_params: int
     link: Link | None = None  # None: there was one rank
+    gap_s: float = 0.0
 
     def overhead_of(self, num_params: float) -> float:
         """Return the seconds for a rank with so many parameters."""
@@ -154,7 +156,8 @@ class MeasuredTimes:
             link: dict[str, float] = {}
             if step.link is not None:
                 link = {field: getattr(step.link, name) for field, name in _LINK.items()}
-            document["step"] = {"overhead_s": step.overhead_s, "num_params": step.num_params, **link}
+            seconds = {"overhead_s": step.overhead_s, "gap_s": step.gap_s}
+            document["step"] = {**seconds, "num_params": step.num_params, **link}
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
@@ -200,7 +203,8 @@ def _step(entry: object, where: str) -> StepTime:
     latency_s, rate = _number(entry, "latency_s", where) if "latency_s" in names else 0.0, rates.get("nbytes_per_s")
     link = Link(rate=rate, shard_rate=rates.get("shard_nbytes_per_s", rate), latency_s=latency_s) if rate else None
     num_params = int(_number(entry, "num_params", where, "a number", 1))
-    return StepTime(overhead_s=_number(entry, "overhead_s", where), num_params=num_params, link=link)
+    overhead_s, gap_s = _number(entry, "overhead_s", where), _number(entry, "gap_s", where) if "gap_s" in names else 0.0
+    return StepTime(overhead_s=overhead_s, num_params=num_params, link=link, gap_s=gap_s)
 
 
 def _number(entry: object, name: str, where: str, what: str = "seconds", least: int = 0) -> float:

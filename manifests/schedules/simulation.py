@@ -39,12 +39,13 @@ class StageCosts:
     @classmethod
     def of(
         cls, forward_s: Sequence[float], backward_s: Sequence[float], *, input_share: float = 0.5,
-        split_s: Sequence[float] = (), hop_s: float = 0.0,
+        split_s: Sequence[float] = (), hop_s: float = 0.0, gap_s: float = 0.0,
     ) -> StageCosts:  # fmt: skip
         """Return costs from the whole backward of each stage, of which I takes `input_share`.
 
         One half is right for matrix products: one for the input, one for the weights. The first stage does not send
-        a gradient: torch runs its whole backward as W. On others, I and W together take `split_s` longer.
+        a gradient: torch runs its whole backward as W. On others, I and W together take `split_s` longer. All but W
+        hand their results on, which takes `gap_s`.
         """
         _check_lengths({"backward": backward_s, "split": split_s or backward_s})
         shares = [input_share if stage else 0.0 for stage in range(len(backward_s))]
@@ -52,10 +53,10 @@ class StageCosts:
         parts = [(seconds * share + extra / 2, seconds * (1 - share) + extra / 2)
                  for seconds, share, extra in zip(backward_s, shares, extra_s, strict=True)]  # fmt: skip
         return cls(
-            forward_s=tuple(forward_s),
-            input_s=tuple(inputs for inputs, _ in parts),
+            forward_s=tuple(seconds + gap_s for seconds in forward_s),
+            input_s=tuple(inputs + gap_s for inputs, _ in parts),
             weight_s=tuple(weights for _, weights in parts),
-            whole_s=tuple(backward_s) if split_s else (),
+            whole_s=tuple(seconds + gap_s for seconds in backward_s) if split_s else (),
             hop_s=hop_s,
         )
 

@@ -104,7 +104,8 @@ def forecast(shape: ModelShape, layout: StageLayout, assumed: Assumptions) -> Fo
     step, overhead_s = None, 0.0
     if num_passes(placement, num_microbatches) <= MOST_PASSES:
         how = None if assumed.run is None else assumed.run.how
-        costs = costs_of_stages(times, layout.stages, how)
+        gap_s = assumed.overhead.gap_s if assumed.overhead is not None and placement.num_ranks > 1 else 0.0
+        costs = costs_of_stages(times, layout.stages, how, gap_s=gap_s)
         with collector_paused():
             table = assumed.table_for(layout)
             memory = estimate_memory(shape, layout.stages, table, training_of(assumed, shape))
@@ -163,15 +164,16 @@ def imbalance(times: Sequence[float]) -> float:
 
 
 def costs_of_stages(
-    times: Sequence[ModuleTime], stages: Sequence[Sequence[str]], how: Mapping[str, Any] | None, *, hop_s: float = 0.0
-) -> StageCosts:
+    times: Sequence[ModuleTime], stages: Sequence[Sequence[str]], how: Mapping[str, Any] | None, *,
+    hop_s: float = 0.0, gap_s: float = 0.0,
+) -> StageCosts:  # fmt: skip
     """Return the costs of stages with these modules; `how` is that of `split_s`, None where times are FLOPs."""
     num_layers = [sum(map(is_layer, modules)) for modules in stages]
     split = (
         () if how is None else [split_s(how, time.backward, num) for time, num in zip(times, num_layers, strict=True)]
     )
     return StageCosts.of(
-        [time.forward for time in times], [time.backward for time in times], split_s=split, hop_s=hop_s
+        [time.forward for time in times], [time.backward for time in times], split_s=split, hop_s=hop_s, gap_s=gap_s
     )  # fmt: skip
 
 

@@ -113,6 +113,7 @@ class CostModel:
             for state, (activations, temporary), in_flight in zip(states, used, chunks, strict=True)
         )
         transfers = 2 * MOST_IN_TRANSIT * (candidate.pipeline > 1) * self._hidden_nbytes(candidate)
+        slowest += 2 * virtual * self._gap_s(candidate)
         makespan = slowest * (number + _fill(candidate))
         bubble = 1 - busy * number / candidate.pipeline / makespan
         step_s = makespan + self._reduction_s(candidate, weights, gradients) + self._overhead_s(candidate, stepped)
@@ -139,7 +140,7 @@ class CostModel:
         seconds = self._times(*self._setting(candidate))
         times = [sum_times([seconds[self.kind_of[module]] for module in modules]) for modules in stages]
         hop_s = self._hidden_nbytes(candidate) / self._seconds.rate(2 * candidate.per_stage)
-        costs = costs_of_stages(times, stages, self._how, hop_s=hop_s)
+        costs = costs_of_stages(times, stages, self._how, hop_s=hop_s, gap_s=self._gap_s(candidate))
         timeline = simulate(table, costs)
         step_s = timeline.makespan_s
         if simulated < number:
@@ -243,6 +244,11 @@ class CostModel:
         sharded, replicated = reduction_nbytes(weights, gradients, shards=shards, replicas=candidate.replicate)
         sharded_s = self._shard_factor * sharded / self._seconds.rate(shards * candidate.tensor)
         return sharded_s + replicated / self._seconds.rate(candidate.per_stage)
+
+    def _gap_s(self, candidate: Candidate) -> float:
+        """Return the measured seconds in which an action hands its result to another rank."""
+        measured = self.request.measured
+        return 0.0 if candidate.pipeline == 1 or measured is None or measured.step is None else measured.step.gap_s
 
     def _overhead_s(self, candidate: Candidate, num_params: int) -> float:
         """Return the measured seconds of a step beside its schedule, for a rank of stages with so many parameters."""

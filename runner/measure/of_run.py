@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -93,14 +94,19 @@ def _step_time(
     counts = _count_on_ranks(packed, degrees, trained)
     num_params = max(dense // degrees.fsdp + experts // degrees.expert_fsdp for dense, experts in counts)
     overhead_s = median(step_s - timeline.makespan_s for step_s, timeline in traced)
+    planned = traces.planned()
+    num_gaps = max(sum(ran.action.kind not in "WL" for ran in spans) for spans in planned.ranks)
+    has_gaps = len(planned.ranks) > 1 and degrees.fsdp == 1  # with FSDP, weights are gathered between actions
+    gap_s = max(0.0, traces.seconds - planned.makespan_s) / num_gaps if has_gaps else 0.0
+    step = StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params), link=link, gap_s=gap_s)
     if link is None:
-        return StepTime(overhead_s=max(0.0, overhead_s), num_params=max(1, num_params))
+        return step
     sent_s = max(  # weights are gathered in the schedule
         link.reduction_s(0, nbytes * dense, shards=degrees.fsdp, replicas=degrees.replicate)
         + link.reduction_s(0, nbytes * experts, shards=degrees.expert_fsdp, replicas=degrees.replicate)
         for dense, experts in counts
     )
-    return StepTime(overhead_s=max(0.0, overhead_s - sent_s), num_params=max(1, num_params), link=link)
+    return replace(step, overhead_s=max(0.0, overhead_s - sent_s))
 
 
 def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str, int]) -> list[tuple[int, int]]:

@@ -12,13 +12,11 @@ from pathlib import Path
 from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
-from manifests.errors import LaunchError, LogError, UsageError, UserError, system_errors
+from manifests.errors import LaunchError, LogError, UsageError, system_errors
 from manifests.schedules.picture import legend_of, pipeline_svg
-from manifests.schedules.simulation import Timeline, simulate
+from manifests.schedules.simulation import Timeline
 from manifests.store import write_file
-from runner.pipeline.timetable import find_timetable
 from runner.profiling.start import PARTS
-from runner.profiling.step_times import stage_costs
 from runner.report.charts import STYLE, Curve, draw_curves, draw_load
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run
@@ -73,7 +71,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     if other_dir and other:
         name = other_dir.resolve().name
         runs[name if name not in runs else str(other_dir.resolve())] = other
-    plans = {name: planned(log.traces) for name, log in runs.items() if log.traces is not None}
+    plans = {name: log.traces.planned() for name, log in runs.items() if log.traces is not None}
     sentences = {name: _sentence(log, plans.get(name)) for name, log in runs.items()}
     parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs)]
     parts += [
@@ -361,18 +359,3 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -
     top = "<tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + "</tr>" if any(head) else ""
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="table"><table class="{kind}">{top}{body}</table></div>'
-
-
-def planned(traces: Traces) -> Timeline:
-    """Simulate the schedule of a traced run with the time that each stage took for a microbatch.
-
-    Transfers are assumed to be free: their cost is the difference to the measured time.
-    """
-    try:
-        number, group = traces.num_microbatches, traces.microbatch_group
-        timetable = find_timetable(traces.schedule, traces.placement, number, group)
-    except UserError as error:
-        raise error.within(str(traces.folder)) from error
-    return simulate(
-        timetable.planned(traces.num_microbatches), stage_costs(*(traces.seconds_of(kind) for kind in "FBIWL"))
-    )

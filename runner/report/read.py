@@ -12,12 +12,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from manifests.errors import InputError, LogError, refused_by_system
+from manifests.errors import InputError, LogError, UserError, refused_by_system
 from manifests.jsontext import kind_of
 from manifests.placement import Placement
 from manifests.schedules.actions import Action
-from manifests.schedules.simulation import TimedAction, Timeline
+from manifests.schedules.simulation import TimedAction, Timeline, simulate
+from runner.pipeline.timetable import find_timetable
 from runner.profiling.start import PARTS
+from runner.profiling.step_times import stage_costs
 from runner.rundir.records import check_same_run, read_run_record, run_id
 
 Line = Mapping[str, Any]
@@ -56,6 +58,18 @@ class Traces:
     @property
     def seconds(self) -> float:
         return median(step.timeline.makespan_s for step in self.steps)
+
+    def planned(self) -> Timeline:
+        """Simulate the schedule with the time that each stage took for a microbatch.
+
+        Transfers are assumed to be free: their cost is the difference to the measured time.
+        """
+        try:
+            timetable = find_timetable(self.schedule, self.placement, self.num_microbatches, self.microbatch_group)
+        except UserError as error:
+            raise error.within(str(self.folder)) from error
+        costs = stage_costs(*(self.seconds_of(kind) for kind in "FBIWL"))
+        return simulate(timetable.planned(self.num_microbatches), costs)
 
     def seconds_of(self, kind: str) -> tuple[float, ...]:
         """Return the median time of one microbatch on each stage, over all steps; 0 where none ran."""

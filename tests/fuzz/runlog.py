@@ -10,7 +10,7 @@ from typing import Any
 
 from manifests.errors import UserError
 from runner.launch.verbs import find_status
-from runner.report.page import planned, tables_of
+from runner.report.page import tables_of
 from runner.report.read import read_run
 from tests.fuzz.folder import check_refusal, scratch
 
@@ -28,7 +28,7 @@ def check(text: bytes) -> None:
         for table in tables_of(run):
             table.encode()
         if run.traces is not None:
-            planned(run.traces)
+            run.traces.planned()
     except UserError as error:
         check_refusal(error, log_dir)
     try:

@@ -363,6 +363,29 @@ def test_what_each_microbatch_takes_is_not_scaled_to_its_tokens(tmp_path: Path) 
         assert small / large == pytest.approx(2 * half)  # there are twice as many
 
 
+def test_actions_that_hand_on_their_results_take_the_measured_gap_longer(tmp_path: Path) -> None:
+    config, gap_s = CONFIGS / "llama-3.1-8b.json", 0.01
+    log = write_run(tmp_path / "log", config, num_ranks=2, ranks_per_node=2)
+    seconds = {}
+    for gap in (0.0, gap_s):
+        add_step(log, overhead_s=0.0, num_params=1, gap_s=gap)
+        for ranks, schedule in ((1, "1F1B"), (2, "1F1B"), (2, "ZBVZeroBubble")):
+            style = "style=v" if schedule == "ZBVZeroBubble" else "vpp=1"
+            words = ("plan", config, "--layout", f"pp={ranks},{style}", "--schedule", schedule, "--json")
+            planned = reshard(*words, "--microbatches", "8", "--from-run", log).json
+            seconds[ranks, schedule, gap] = planned["step_s"]
+        found = reshard("plan", config, "--gpus", "2", "--gpu-memory", "1TB", "--pp", "2", "--schedule", "1F1B",
+                        "--microbatch", "2", "--global-batch", "16", "--ac", "none", "--json",
+                        "--from-run", log).json  # fmt: skip
+        seconds["search", gap] = first_step_s(found)
+    assert seconds[1, "1F1B", gap_s] == seconds[1, "1F1B", 0.0]
+    added = seconds[2, "1F1B", gap_s] - seconds[2, "1F1B", 0.0]
+    assert added == pytest.approx((8 + 1) * 2 * gap_s)
+    assert seconds["search", gap_s] - seconds["search", 0.0] == pytest.approx(added)
+    # Two stages a rank, of which F, I or B, but not W, hand on their results.
+    assert seconds[2, "ZBVZeroBubble", gap_s] - seconds[2, "ZBVZeroBubble", 0.0] >= 8 * 2 * 2 * gap_s
+
+
 @pytest.mark.parametrize("share", ["-0.1", "1.5", "true", '"half"'])
 def test_share_that_is_none_is_refused(share: str) -> None:
     text = f'{{"version": 1, "modules": {{}}, "fixed_share": {share}}}'

@@ -21,6 +21,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.commands import cli
 from runner.config.parallel_dims import ParallelDims
 from runner.measure.of_run import read_run_times, write_run_times
+from runner.report.read import read_run
 from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
@@ -171,8 +172,16 @@ def test_rest_of_a_step_is_what_its_schedule_and_its_network_leave(tmp_path: Pat
     assert alone is not None
     makespan_s = 4 * 0.032 + 0.010 + 0.021  # rank 1's microbatches, rank 0's first forward and last backward
     assert alone.overhead_s == pytest.approx(1 - makespan_s)
+    assert alone.gap_s == pytest.approx(0.0, abs=1e-9)
     stages = [sum(map(packed.shape.count_params, fqns)) for fqns in _fqns_of_stages(packed)]
     assert (alone.num_params, alone.link) == (max(stages), None)
+    write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4, hop_s=0.005)
+    traces, waiting = read_run(log).traces, read_run_times(packed, log).step
+    assert traces is not None
+    assert waiting is not None
+    assert waiting.gap_s == pytest.approx((traces.seconds - makespan_s) / 8)
+    assert waiting.gap_s > 0.001
+    write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
     degrees, link = ParallelDims(pipeline=2, replicate=2, shard=2), Link(rate=1e6, shard_rate=8e5, latency_s=1e-4)
     shared = read_run_times(packed, log, degrees, link).step
     assert shared is not None

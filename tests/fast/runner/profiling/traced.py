@@ -17,13 +17,16 @@ def write_metrics(log_dir: Path, num_steps: int = 4) -> None:
     (log_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def write_traces(log_dir: Path, schedule: str, placement: Placement, num_microbatches: int) -> float:
+def write_traces(
+    log_dir: Path, schedule: str, placement: Placement, num_microbatches: int, *, hop_s: float = 0.0
+) -> float:
     """Write what ranks would run that keep to the schedule, and give its bubble."""
     num_stages = placement.num_stages
     costs = StageCosts(
         forward_s=tuple(0.010 + 0.001 * stage for stage in range(num_stages)),
         input_s=tuple(0.012 for _ in range(num_stages)),
         weight_s=tuple(0.009 for _ in range(num_stages)),
+        hop_s=hop_s,
     )
     timeline = simulate(schedule_table(schedule, placement, num_microbatches), costs)
     run = {

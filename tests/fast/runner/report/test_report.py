@@ -18,7 +18,7 @@ from manifests.placement import Placement
 from runner.profiling.start import PARTS
 from runner.profiling.trace import profile_folder, profiled, trace_path
 from runner.report.charts import draw_load
-from runner.report.page import planned, write_report, write_trace
+from runner.report.page import write_report, write_trace
 from runner.report.read import check_line, read_run
 from tests.fast.runner.profiling.traced import write_metrics, write_traces
 
@@ -241,7 +241,7 @@ def test_folder_of_no_run_is_refused(tmp_path: Path, text: bytes | None, where: 
 def plan_of(log_dir: Path) -> None:
     traces = read_run(log_dir).traces
     assert traces is not None
-    planned(traces)
+    traces.planned()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import pytest
 
 from manifests.schedules.csvtext import write_csv
 from manifests.schedules.tables import schedule_table
-from runner.report.page import planned
 from runner.report.read import read_run
 from stores.open import open_manifest
 from tests.builders import pack
@@ -44,6 +43,6 @@ def test_uneven_groups_and_few_microbatches_train_as_one_rank_does(tmp_path: Pat
     assert losses_of(logs["few"]) == pytest.approx(losses_of(logs["one"]), rel=1e-6)
     traces = read_run(logs["five"]).traces
     assert traces is not None
-    assert sum(map(len, planned(traces).ranks)) == sum(map(len, megatron.ranks))
+    assert sum(map(len, traces.planned().ranks)) == sum(map(len, megatron.ranks))
     for rank, spans in enumerate(traces.steps[0].timeline.ranks):
         assert [str(span.action) for span in spans if span.action.kind in "FB"] == list(map(str, megatron.ranks[rank]))
