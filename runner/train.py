@@ -109,8 +109,8 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
                 "first_step": ready.num_steps + 1,
                 "layout": ready.mesh.degrees.flags,
             }
-            if options.checkpoint is not None:  # for a status that is asked from another folder
-                resolved["checkpoint"] = str(options.checkpoint.history.absolute())
+            if options.history is not None:  # for a status that is asked from another folder
+                resolved["checkpoint"] = str(options.history.absolute())
             note_resolved(options.log_dir, resolved)
         with ready.deferred, open_metrics(ready, world, device) as metrics:
             _train_and_save(ready, metrics, world, device)
@@ -123,8 +123,8 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
 
         def claim(stop: threading.Event) -> None:
             if world.rank == 0:
-                if options.checkpoint:
-                    claims.enter_context(claim_history(options.checkpoint.history))
+                if options.history is not None:
+                    claims.enter_context(claim_history(options.history))
                 if options.save is not None:
                     claims.enter_context(claim_output(options.save))
 
@@ -140,7 +140,7 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
             origins = find_origins(Origin(launched.root, launched.read), options)
-            for folder, step in find_misnamed(options.checkpoint.history) if options.checkpoint else ():
+            for folder, step in find_misnamed(options.history) if options.history else ():
                 logger.warning("warning: %s: its manifest says step %d: not a checkpoint of this run", folder, step)
     folders = from_rank_0(tuple(origin.folder for origin in origins))
     return origins or tuple(map(Origin, folders))

@@ -53,9 +53,8 @@ def replaced_note(save: Path) -> str | None:
 def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes: int) -> None:
     """Check that the disks have room for one more checkpoint, and for what `--save` writes."""
     needs = []
-    if options.checkpoint is not None:
-        history = options.checkpoint.history
-        needs.append((f"--checkpoint {history}", history, checkpoint_nbytes))
+    if options.history is not None:
+        needs.append((f"--checkpoint {options.history}", options.history, checkpoint_nbytes))
     if options.save is not None:
         partial_nbytes = _nbytes_of(partial_of(options.save))  # by a killed run: removed before this one is written
         needs.append((f"--save {options.save}", folder_of(options.save), max(0, weights_nbytes - partial_nbytes)))
@@ -77,11 +76,7 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
 
 def _lasting_folders(options: TrainOptions) -> Iterator[tuple[str, Path]]:
     """Yield the folders that a run shares with earlier and later ones."""
-    yield f"--log-dir {options.log_dir}", options.log_dir
-    if options.checkpoint is not None:
-        yield f"--checkpoint {options.checkpoint.history}", options.checkpoint.history
-    if options.publish is not None and (chain := options.publish.folder) is not None:
-        yield f"--publish {chain}", chain
+    return ((f"{flag} {path}", path) for flag, path in options.folders.items() if flag != "--save")
 
 
 def _nbytes_of(folder: Path) -> int:
@@ -97,34 +92,32 @@ def check_apart(options: TrainOptions, launched: Path) -> None:
     Nothing may be saved inside the launched bundles either, as packing them again replaces that whole folder; a run
     whose checkpoints are already there may continue.
     """
-    history = options.checkpoint.history if options.checkpoint else None
-    chain = options.publish.folder if options.publish else None
-    for where, saved, folder in (
-        ("--save", options.save, options.save and options.save.parent), ("--checkpoint", history, history),
-        ("--publish", chain, chain),
-    ):  # fmt: skip
-        if folder is None or launched.resolve() not in (folder.resolve(), *folder.resolve().parents):
+    for flag in ("--save", "--checkpoint", "--publish"):
+        if (path := options.folders.get(flag)) is None:
             continue
-        if where == "--save" or not find_checkpoints(folder):
+        folder = path.parent if flag == "--save" else path
+        if launched.resolve() not in (folder.resolve(), *folder.resolve().parents):
+            continue
+        if flag == "--save" or not find_checkpoints(folder):
             problem = f"is inside the launched {launched}, and would be lost when that is replaced"
-            raise UsageError(f"{where} {saved}", problem, "choose a folder beside it", code="output.inside-input")
+            raise UsageError(f"{flag} {path}", problem, "choose a folder beside it", code="output.inside-input")
     if options.save is None:
         return
-    flag, out = f"--save {options.save}", _names_of(options.save)
+    where, out = f"--save {options.save}", _names_of(options.save)
     for shown, path in _used(options, launched):
         if any(not out.isdisjoint((name, *name.parents)) for name in _names_of(path)):
             raise UsageError(
-                flag,
+                where,
                 f"would replace {shown}",
                 "choose a folder with nothing else of this run",
                 code="output.inside-input",
             )
-    if history is None or step_of(Path(os.path.abspath(options.save))) is None:
+    if options.history is None or step_of(Path(os.path.abspath(options.save))) is None:
         return
-    if not _names_of(history).isdisjoint(_names_of(options.save.parent)):
+    if not _names_of(options.history).isdisjoint(_names_of(options.save.parent)):
         raise UsageError(
-            flag,
-            f"has the name of a checkpoint of --checkpoint {history}",
+            where,
+            f"has the name of a checkpoint of --checkpoint {options.history}",
             "choose another name",
             code="output.inside-input",
         )

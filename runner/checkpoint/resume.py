@@ -47,7 +47,7 @@ class Origin:
 
 def find_origins(launched: Origin, options: TrainOptions) -> tuple[Origin, ...]:
     """Return what a run can start from, the best first."""
-    history = options.checkpoint.history if options.checkpoint else None
+    history = options.history
     past = find_checkpoints(history) if history else ()
     source = options.resume.source
     if source == "auto" and past:

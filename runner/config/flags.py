@@ -185,6 +185,18 @@ class TrainOptions:
             self.data, sources=self.eval_sources, shuffle=False, weights=(), dataset=None, is_tokenized=is_tokenized
         )
 
+    @property
+    def history(self) -> Path | None:
+        """The folder of checkpoints; None: none are saved."""
+        return self.checkpoint.history if self.checkpoint else None
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders of this machine that the run writes, by their flags."""
+        chain = self.publish.folder if self.publish else None
+        places = {"--log-dir": self.log_dir, "--checkpoint": self.history, "--save": self.save, "--publish": chain}
+        return {flag: path for flag, path in places.items() if path is not None}
+
     def checks_ties_after(self, step: int) -> bool:
         """Whether replicas of tied weights are compared after this step; always before a checkpoint."""
         return self.saves_after(step) or step % self.check_ties_every == 0

@@ -191,7 +191,7 @@ def _is_same(run: Mapping[str, Any] | None, options: TrainOptions) -> bool:
 
 
 def _history(options: TrainOptions) -> Path | None:
-    return Path(os.path.abspath(options.checkpoint.history)) if options.checkpoint else None
+    return Path(os.path.abspath(options.history)) if options.history else None
 
 
 def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> None:

@@ -220,7 +220,7 @@ class _Supervisor:
 
     def _newest_step(self) -> int | None:
         """Return the step of the newest checkpoint, 0 before there is one; None where they cannot be listed now."""
-        history = self._options.checkpoint.history if self._options.checkpoint else None
+        history = self._options.history
         try:
             past = find_checkpoints(history) if history else ()
         except UnreachableError as error:

@@ -160,15 +160,10 @@ def check_world(manifest: Manifest, world_size: int) -> None:
 
 def check_places(options: TrainOptions) -> None:
     """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts."""
-    history = options.checkpoint.history if options.checkpoint else None
-    chain = options.publish.folder if options.publish else None
     read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
     folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
-    for flag, path in (
-        ("--log-dir", options.log_dir), ("--checkpoint", history), ("--save", options.save), ("--publish", chain),
-    ):  # fmt: skip
-        for folder in folders if path else ():
-            assert path is not None
+    for flag, path in options.folders.items():
+        for folder in folders:
             if path.resolve().is_relative_to(folder.resolve()):
                 raise UsageError(
                     f"{flag} {path}",
@@ -176,9 +171,9 @@ def check_places(options: TrainOptions) -> None:
                     "choose another place" + _or_by_name(folder),
                     code="output.inside-data",
                 )
-    if history is not None and history.is_file():
+    if options.history is not None and options.history.is_file():
         raise OutputError(
-            f"--checkpoint {history}",
+            f"--checkpoint {options.history}",
             "is a file",
             "choose a folder: each checkpoint is a subfolder of it",
             code="output.not-a-folder",
@@ -240,8 +235,7 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
     resumes, if it does not start at step 0.
     """
     lines, first, last = [], (training.step if training else 0) + 1, options.steps
-    if given_options.resume.source == "auto" and training is None and options.checkpoint is not None:
-        history = options.checkpoint.history
+    if given_options.resume.source == "auto" and training is None and (history := options.history) is not None:
         lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ def _refuse(job: Job) -> None:
         if value is not None:
             hint = "use --restarts N, with which Kubernetes restarts the job" if flag == "--requeue" else ""
             raise UsageError(flag, "is for Slurm, and not supported by a JobSet", hint, code="launch.scheduler-flag")
-    check_written(_written(job), job.mounts)
+    check_written(job.options.folders, job.mounts)
     check_read(_read(job), job.mounts)
 
 
@@ -242,18 +242,6 @@ def _volumes(job: Job) -> dict[str, dict[str, Any]]:
     return volumes
 
 
-def _written(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the folders that ranks write, each after its flag."""
-    options = job.options
-    yield "--log-dir", str(options.log_dir)
-    if options.checkpoint is not None:
-        yield "--checkpoint", str(options.checkpoint.history)
-    if options.save is not None:
-        yield "--save", str(options.save)
-    if options.publish is not None and options.publish.folder is not None:
-        yield "--publish", str(options.publish.folder)
-
-
 def _read(job: Job) -> Iterator[tuple[str, str]]:
     """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
     options = job.options
@@ -285,11 +273,11 @@ def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
                 "use an absolute path: below a --mount, or in the image", code="launch.not-mounted")  # fmt: skip
 
 
-def check_written(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Check that every path that pods write, each after its flag, is on a mount; relative ones start at this folder."""
+def check_written(folders: Mapping[str, Path], mounts: Sequence[str]) -> None:
+    """Check that the folders that pods write, by their flags, are on mounts; relative ones start at this folder."""
     here = Path.cwd()
-    for flag, given in paths:
-        if not Path(given).is_absolute() and not is_shown(here, mounts):
+    for flag, given in folders.items():
+        if not given.is_absolute() and not is_shown(here, mounts):
             raise UsageError(
                 f"{flag} {given}", f"is relative to {here}, and no --mount provides that folder in the pods",
                 "use an absolute path below a --mount", code="launch.not-mounted")  # fmt: skip
