@@ -40,8 +40,7 @@ from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.after_run import measure_fixed_share, measure_link
 from runner.measure.of_run import write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
-from runner.metrics.metrics import Metrics, RankLoad
-from runner.metrics.progress import StepProgress
+from runner.metrics.metrics import Metrics, RankLoad, StepProgress
 from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
 from runner.models import import_family

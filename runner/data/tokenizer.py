@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from manifests.errors import DataError
 from manifests.store import read_config
 from runner.bundle.packed import TOKENIZER, check_tokenizer
-from runner.config.text import FramingOptions
+from runner.config.schema import FramingOptions
 from runner.data.bad import Skipped
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document

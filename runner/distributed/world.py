@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from manifests.errors import LaunchError
 from runner.config.flags import Device
-from runner.profiling.start import StartTimes
+from runner.profiling.step_times import StartTimes
 
 logger = logging.getLogger("runner")
 

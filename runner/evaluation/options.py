@@ -14,8 +14,7 @@ from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
 from runner.config.declared import DtypeName, WholeNumber, build, flag, group, parameters_of
 from runner.config.flags import Device
-from runner.config.schema import SYNTHETIC, DataOptions, Dtype
-from runner.config.text import TextOptions
+from runner.config.schema import SYNTHETIC, DataOptions, Dtype, TextOptions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Seconds of modules and of steps: data, compute, communication and pipeline bubble of every pipeline rank. No torch.
+"""Seconds of a rank's start, and of steps: data, compute, communication and bubble of every pipeline rank. No torch.
 
 # Note [Bubble and communication]
 A rank that waits for another cannot know whether that one still computes or its message is in transit, and clocks of
@@ -14,24 +14,29 @@ A large schedule is simulated by this module as a process of its own, since no r
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import get_args
 
 from manifests.schedules.actions import Table, TracedKind
 from manifests.schedules.simulation import StageCosts, simulate
+from runner.rundir.exit_report import AGENT
 
 logger = logging.getLogger("runner")
 
 DATA = 1  # where a rank's numbers have the seconds in which it waited for data
 KINDS: tuple[TracedKind, ...] = get_args(TracedKind)
+PARTS = ("launch_s", "meet_s", "manifest_s", "build_s", "self_check_s", "fill_s")  # of a rank's start
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +47,23 @@ class RankTimes:
     compute_s: float  # forwards, losses and backwards
     communication_s: float
     bubble_s: float
+
+
+class StartTimes:
+    """Seconds of the parts of a rank's start, by name, in order; those that come again are summed.
+
+    The first begins when the agent was started.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since_s = time.monotonic() - _age_s(os.environ.get(AGENT, "self"))
+
+    def end(self, part: str) -> None:
+        """End a part of the start, and begin the next."""
+        now_s = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now_s - self._since_s
+        self._since_s = now_s
 
 
 def split_step(table: Table, rows: Sequence[Sequence[float]], window_s: float) -> tuple[RankTimes, ...]:
@@ -149,6 +171,15 @@ def _parts(measured: _Measured, end_s: float, window_s: float) -> RankTimes:
         communication_s=communication_s,
         bubble_s=waited_s - communication_s,
     )
+
+
+def _age_s(pid: str) -> float:
+    """Return how long ago a process was started; `runner launch` becomes the agent, and keeps its process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, AttributeError, IndexError, ValueError):  # not Linux
+        return 0.0
 
 
 def main() -> None:

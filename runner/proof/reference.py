@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,15 @@ import torch
 
 from manifests.optimizer_state import GroupNumbers
 from manifests.schema import TieGroup
+from runner.config.loss import BalanceOptions
 from runner.config.schema import OptimOptions
 from runner.config.trained import Trains
 from runner.data.packing import Sample
 from runner.data.rows import IGNORED, RowForm
 from runner.data.sequences import Batch, build_batch
+from runner.models.routers import Router
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
-from runner.proof.balance import Balance, Routing, route
 from runner.proof.stages import LENGTH, SelfChecked, largest_of
 from runner.tensors.local_shard import Piece
 from runner.training.algorithms import algorithms_of
@@ -35,6 +36,63 @@ _LR = 1e-2
 _EPS = 0.1  # of the largest gradient: an update does not magnify what rounding leaves of a gradient that is 0
 _COARSE = 1e-3  # by which Newton-Schulz iterations in bfloat16 magnify what differs in a gradient
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Routing:
+    """What a router made of all tokens, in rows end to end: logits (N, E), and chosen experts (N, K)."""
+
+    of: Router
+    logits: torch.Tensor
+    chosen: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Balance:
+    """What acts on routers; `parts` are the places, in rows end to end, of the tokens that a rank takes at once."""
+
+    options: BalanceOptions
+    parts: tuple[torch.Tensor, ...]
+
+    def loss(self, routed: Sequence[Routing]) -> torch.Tensor:
+        """Return the mean of transformers' auxiliary loss of each router and part, times the coefficient."""
+        if not self.options.aux_loss:
+            return torch.zeros(())
+        from runner.models.whole_model import router_loss
+
+        losses = [router_loss(router.logits[part], router.chosen.shape[-1]) for router in routed for part in self.parts]
+        return self.options.aux_loss * torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def move_biases(self, routed: Sequence[Routing]) -> None:
+        for router in routed:
+            load = torch.bincount(router.chosen.flatten(), minlength=router.of.num_experts)
+            if router.of.bias is not None:
+                router.of.bias.add_(torch.sign(load.sum() - load * len(load)), alpha=self.options.bias_rate)
+
+
+def route(routers: Sequence[Router], run: Callable[[], Any]) -> list[Routing]:
+    """Return what routers do while all rows run, document by document."""
+    calls: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in routers]
+    hooks = [
+        router.module.register_forward_hook(lambda _, __, output, of=of: of.append(output))
+        for router, of in zip(routers, calls, strict=True)
+    ]
+    run()
+    for hook in hooks:
+        hook.remove()
+
+    def in_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([tensor.flatten(0, -2) for tensor in tensors])
+
+    return [
+        Routing(
+            of=router,
+            logits=in_rows([output[0] for output in outputs]),
+            chosen=in_rows([next(part for part in output if not part.is_floating_point()) for output in outputs]),
+        )
+        for router, outputs in zip(routers, calls, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

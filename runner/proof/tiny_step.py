@@ -31,15 +31,14 @@ from torch.overrides import TorchFunctionMode
 from manifests.errors import ModelError
 from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import trained_by
+from runner.data.sequences import Batch, rows_of
 from runner.data.sequences import Rows as RankRows
-from runner.data.sequences import rows_of
 from runner.distributed.fail_together import from_all_ranks, from_rank_0
 from runner.parallel.mesh import build_mesh
 from runner.parallel.parallelize import keep_documents, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
-from runner.proof.balance import Balance, parts_of
 from runner.proof.combination import Combination, Dtype
-from runner.proof.reference import Reference, draw_rows, run_reference
+from runner.proof.reference import Balance, Reference, draw_rows, run_reference
 from runner.proof.saved import reload_problem
 from runner.proof.stages import LENGTH, errors_of_tiny, tiny_of
 from runner.tensors.local_shard import FLAG_DTYPES
@@ -163,7 +162,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         if rank == 0:
             with errors_of_tiny(family):
                 dtypes = (FLAG_DTYPES[dtype], FLAG_DTYPES[run.compute(dtype).master_dtype])
-                parts = parts_of(rows.batch(), batch.microbatch, degrees)
+                parts = _parts_of(rows.batch(), batch.microbatch, degrees)
                 balance = Balance(options=run.balance, parts=parts) if is_balanced else None
                 reference = run_reference(seed, family, ties, rows, options.optim, *dtypes, trains, run.loss, balance)
         reference = from_rank_0(reference)
@@ -208,6 +207,17 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             missing=tuple(sorted(reference.gradients.keys() - present)),
         )
     return replace(distances, reloaded=reload_problem(run, chunks, engine, mesh, reference))
+
+
+def _parts_of(batch: Batch, microbatch: int, degrees: ParallelDims) -> tuple[torch.Tensor, ...]:
+    """Return the places of the tokens of each microbatch on each rank that has other tokens than the rest."""
+    places = replace(batch, tokens=torch.arange(batch.tokens.numel()).view_as(batch.tokens))
+    of_ranks = (
+        rows_of(places, RankRows(number=number, count=degrees.data)).part(context, degrees.context).tokens
+        for number in range(degrees.data)
+        for context in range(degrees.context)
+    )
+    return tuple(part.flatten() for tokens in of_ranks for part in torch.split(tokens, microbatch))
 
 
 def _allowed(dtype: Dtype, rounding: float) -> float:

@@ -16,7 +16,7 @@ from manifests.errors import LaunchError, LogError, UsageError, system_errors
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.schedules.simulation import Timeline
 from manifests.store import write_file
-from runner.profiling.start import PARTS
+from runner.profiling.step_times import PARTS
 from runner.report.charts import STYLE, Curve, draw_curves, draw_load
 from runner.report.perfetto import merged_trace
 from runner.report.read import RunLog, StepTrace, Traces, read_run

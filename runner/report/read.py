@@ -18,8 +18,7 @@ from manifests.placement import Placement
 from manifests.schedules.actions import Action
 from manifests.schedules.simulation import TimedAction, Timeline, simulate
 from runner.pipeline.timetable import find_timetable
-from runner.profiling.start import PARTS
-from runner.profiling.step_times import stage_costs
+from runner.profiling.step_times import PARTS, stage_costs
 from runner.rundir.records import check_same_run, read_run_record, run_id
 
 Line = Mapping[str, Any]

@@ -13,8 +13,7 @@ import pyarrow
 import torch
 from pyarrow import parquet
 
-from runner.config.schema import BatchOptions, DataOptions
-from runner.config.text import FramingOptions
+from runner.config.schema import BatchOptions, DataOptions, FramingOptions
 from runner.data.sequences import Batch
 from tests.fast.runner.data.words import write_documents, write_tokenizer
 

@@ -12,8 +12,7 @@ from tokenizers import Tokenizer, models, processors
 from transformers import AutoTokenizer
 
 from manifests.errors import InputError
-from runner.config.schema import BatchOptions, DataOptions
-from runner.config.text import FramingOptions
+from runner.config.schema import BatchOptions, DataOptions, FramingOptions
 from runner.data.sequences import read_batches
 from runner.data.tokenizer import Frame, document_framing, load_tokenizer
 

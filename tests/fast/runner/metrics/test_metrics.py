@@ -33,12 +33,10 @@ from runner.config.parallel_dims import ParallelDims
 from runner.load.load import LoadReport
 from runner.load.local_cache import CacheReport
 from runner.metrics.gauges import least_step_s, peak_flops
-from runner.metrics.metrics import Metrics, RankLoad, StepTimes
-from runner.metrics.progress import StepProgress
+from runner.metrics.metrics import Metrics, RankLoad, StepProgress, StepTimes
 from runner.metrics.sinks import JsonLines
 from runner.metrics.summary import next_command
-from runner.profiling.start import PARTS
-from runner.profiling.step_times import RankTimes
+from runner.profiling.step_times import PARTS, RankTimes
 from runner.training.algorithms import plan_groups
 from runner.training.expert_balance import ExpertReport
 from runner.training.step import StepReport

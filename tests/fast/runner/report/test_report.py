@@ -15,7 +15,7 @@ import torch
 
 from manifests.errors import InputError, LogError, UserError
 from manifests.placement import Placement
-from runner.profiling.start import PARTS
+from runner.profiling.step_times import PARTS
 from runner.profiling.trace import profile_folder, profiled, trace_path
 from runner.report.charts import draw_load
 from runner.report.page import write_report, write_trace
