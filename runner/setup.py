@@ -14,7 +14,6 @@ import torch
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
 from manifests.models.adapters import has_adapters, is_adapter
-from manifests.models.combinations import Combination as Features
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.optimizer_state import EMA, describe_optimizer, kinds_of
@@ -51,8 +50,8 @@ from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import check_plans, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import Loss, loss_of_run
-from runner.pipeline.timetable import Timetable, choose_timetable
-from runner.preflight.combinations import check_balance, combine, expert_notes, part_of, sharing_ranks
+from runner.pipeline.timetable import Timetable
+from runner.preflight.combinations import check_balance, combine, expert_notes, part_of, sharing_ranks, timetable_of
 from runner.preflight.preflight import notes, rounding_notes
 from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
@@ -244,7 +243,9 @@ def _begin(
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)
         check_heads(launched.config, options.degrees.context, options.degrees.context_method, options.degrees.tensor)
-        timetable, features = _choose_timetable(launched, options, mesh)
+        timetable = timetable_of(launched.manifest, options, mesh.degrees)
+        features = combine(launched.manifest, options, timetable, mesh.degrees)
+        check_combination(features)
         planned_nbytes = _plan_memory(launched, options, timetable, mesh, world, device)
         family = family_of(launched, options.batch.seq_len)
         if not isinstance(family, SelfChecked):
@@ -364,14 +365,6 @@ def _resume_optimizer(
     ranks = f"{num_ranks} {device.type.upper()} {'rank' if num_ranks == 1 else 'ranks'}"
     note = f"the checkpoint has no RNG state for {ranks}; reseeding from --seed"
     return replace(start, notes=(*start.notes, note))
-
-
-def _choose_timetable(launched: Packed, options: TrainOptions, mesh: Mesh) -> tuple[Timetable, Features]:
-    number = part_of(options.batch, mesh.degrees).num_microbatches
-    timetable = choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group)
-    features = combine(launched.manifest, options, timetable, mesh.degrees)
-    check_combination(features)
-    return timetable, features
 
 
 def _plan_memory(

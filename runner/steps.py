@@ -12,7 +12,6 @@ from itertools import islice
 
 import torch.distributed as dist
 
-from manifests.schedules.rules import default_schedule
 from manifests.schema import TrainingState
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.data_position import FoundData, check_alike, encode_files, find_data, read_skipped, read_state
@@ -30,7 +29,7 @@ from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
 from runner.pipeline.heads import of_evaluation
-from runner.preflight.combinations import part_of, share_of
+from runner.preflight.combinations import part_of, schedule_of, share_of
 from runner.preflight.preflight import is_less_than_a_step
 from runner.profiling.trace import RunShape, Tracer, profiled
 from runner.rundir.records import run_id
@@ -307,7 +306,7 @@ def _tracer(ready: Ready) -> Tracer | None:
     if not options.traced:
         return None
     shape = RunShape(
-        schedule=options.schedule or manifest.layout.schedule or default_schedule(manifest.placement),
+        schedule=schedule_of(manifest, options),
         num_stages=manifest.placement.num_stages,
         num_ranks=manifest.placement.num_ranks,
         style=manifest.placement.style,

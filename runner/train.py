@@ -17,7 +17,6 @@ import torch
 from manifests.errors import UserError
 from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
-from manifests.schedules.rules import default_schedule
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import InFlight, ReportT, Saver
@@ -45,7 +44,7 @@ from runner.metrics.sinks import open_sinks
 from runner.metrics.summary import next_command, opening
 from runner.models import import_family
 from runner.models.family import OnTransformers
-from runner.preflight.combinations import check_sinks, sharing_ranks
+from runner.preflight.combinations import check_sinks, schedule_of, sharing_ranks
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.trace import memory_snapshot
 from runner.rundir.exit_report import set_rank_label, stages_of
@@ -234,8 +233,7 @@ def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:
     )
     metrics.loaded(from_all_ranks(rank_load))
     if world.rank == 0 and ready.num_steps < options.steps:
-        manifest = ready.launched.manifest
-        schedule = options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
+        schedule = schedule_of(ready.launched.manifest, options)
         shape, degrees = ready.launched.shape, ready.mesh.degrees
         metrics.begin(opening(shape, options, degrees, schedule, device.type, ready.num_steps + 1))
     return metrics

@@ -36,8 +36,7 @@ from runner.launch.nodes import (
     parse_nnodes,
 )
 from runner.launch.run_folder import RunFolder, choose_folder
-from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import balance_flags, share_of
+from runner.preflight.combinations import balance_flags, part_of, timetable_of
 from runner.preflight.preflight import check_beginning, check_device, check_request, has_gpu, is_cpu_build
 from runner.rundir.records import SCHEDULERS
 
@@ -267,9 +266,8 @@ def _plan_memory(
 
 
 def _timetable(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> tuple[str, Table]:
-    number = share_of(options.batch, degrees.data).num_microbatches
-    timetable = choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group)
-    return timetable.name, timetable.planned(number)
+    timetable = timetable_of(launched.manifest, options, degrees)
+    return timetable.name, timetable.planned(part_of(options.batch, degrees).num_microbatches)
 
 
 def _plan(launched: Packed, options: TrainOptions, degrees: ParallelDims, *, is_here: bool) -> Iterator[str]:

@@ -10,9 +10,8 @@ from manifests.placement import Placement
 from manifests.schedules.actions import Action, LoweredTable, Table, actions_of
 from manifests.schedules.csvtext import is_schedule_file, read_schedule_file
 from manifests.schedules.lowering import compute_part, lower
-from manifests.schedules.rules import check_schedule, default_schedule, schedule_named
+from manifests.schedules.rules import check_schedule, schedule_named
 from manifests.schedules.tables import schedule_table
-from manifests.schema import Manifest
 
 _SPLIT = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -83,15 +82,6 @@ class Timetable:
             for rank in range(self.placement.num_ranks)
         )
         return lower(Table(placement=self.placement, num_microbatches=num_microbatches, ranks=ranks))
-
-
-def choose_timetable(
-    name: str | None, manifest: Manifest, num_microbatches: int, microbatch_group: int | None = None
-) -> Timetable:
-    """Return the timetable of --schedule, else the manifest's, else the default one for its stages."""
-    placement = manifest.placement
-    name = name or manifest.layout.schedule or default_schedule(placement)
-    return find_timetable(name, placement, num_microbatches, microbatch_group)
 
 
 def find_timetable(

@@ -12,13 +12,14 @@ from manifests.errors import UsageError
 from manifests.models.combinations import Combination, combination_of
 from manifests.models.mtp import is_beside
 from manifests.models.trainable import NARROW, find_family, generic_entry
+from manifests.schedules.rules import default_schedule
 from manifests.schema import Manifest
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
-from runner.pipeline.timetable import Timetable
+from runner.pipeline.timetable import Timetable, find_timetable
 
 _LAYER = re.compile(r"\.(\d+)$")  # numbered from the model's number of layers, they are for multi-token prediction
 
@@ -56,6 +57,17 @@ def combine(
         num_mtp_layers=sum(number >= manifest.model.num_layers for number in numbers)
         + sum(is_beside(manifest.model.architecture, module) for module in modules),
     )
+
+
+def schedule_of(manifest: Manifest, options: TrainOptions) -> str:
+    """Return the name or file of --schedule, else the manifest's, else the default one for its stages."""
+    return options.schedule or manifest.layout.schedule or default_schedule(manifest.placement)
+
+
+def timetable_of(manifest: Manifest, options: TrainOptions, degrees: ParallelDims) -> Timetable:
+    """Return the timetable of a run's schedule, for the microbatches of its batch."""
+    number = part_of(options.batch, degrees).num_microbatches
+    return find_timetable(schedule_of(manifest, options), manifest.placement, number, options.microbatch_group)
 
 
 def sharing_ranks(manifest: Manifest, options: TrainOptions) -> Combination:

@@ -34,13 +34,12 @@ from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
 from runner.data.rows import fields_of
-from runner.pipeline.timetable import choose_timetable
 from runner.preflight.combinations import (
     check_balance,
     check_sinks,
     combine,
-    part_of,
     sharing_ranks,
+    timetable_of,
 )
 
 LEAST = (2, 13)
@@ -296,9 +295,7 @@ def _is_taken(name: str, value: Any, given_options: TrainOptions) -> bool:
 
 def _check_step(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> None:
     manifest, shape = launched.manifest, launched.shape
-    batch = part_of(options.batch, degrees)
-    timetable = choose_timetable(options.schedule, manifest, batch.num_microbatches, options.microbatch_group)
-    check_combination(combine(manifest, options, timetable, degrees))
+    check_combination(combine(manifest, options, timetable_of(manifest, options, degrees), degrees))
     splits = {"--cp": degrees.context > 1, "--document-mask": options.data.document_mask}
     for flag in (flag for flag, is_used in splits.items() if is_used):
         check_constant(flag, shape.architecture, options.batch.seq_len, constant_length(launched.config))

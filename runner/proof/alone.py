@@ -31,8 +31,7 @@ from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.models import family_of
 from runner.pipeline.losses import loss_of_run
-from runner.pipeline.timetable import choose_timetable
-from runner.preflight.combinations import part_of
+from runner.preflight.combinations import timetable_of
 from runner.proof.combination import Combination, describe_degrees, subsets_of
 from runner.proof.proving import compare
 from runner.proof.stages import SelfChecked
@@ -68,13 +67,13 @@ def combination_of(request: Request) -> Combination:
     """Return the combination of a run."""
     launched, degrees = request.launched, request.degrees
     options, _ = plan_groups(request.options, launched.shape, None, launched.where)
-    family, number = family_of(launched, options.batch.seq_len), part_of(options.batch, degrees).num_microbatches
+    family = family_of(launched, options.batch.seq_len)
     apply_model_options(family, options)
     assert isinstance(family, SelfChecked), family.architecture
     return Combination(
         family=family,
         stages=Stages.of(launched),
-        timetable=choose_timetable(options.schedule, launched.manifest, number, options.microbatch_group),
+        timetable=timetable_of(launched.manifest, options, degrees),
         degrees=degrees,
         options=options,
         has_documents=options.data.document_mask,
