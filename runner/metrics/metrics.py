@@ -146,13 +146,13 @@ class Metrics:
             self._write(
                 rank=each.rank,
                 stages=each.stages,
-                **({"run": self._run} if self._run else {}),
+                run=self._run or None,
                 num_tensors=report.num_tensors,
                 load_nbytes=report.nbytes,
                 load_s=report.load_s,
                 load_gib_per_s=report.nbytes / 2**30 / report.load_s,
                 base_nbytes=each.base_nbytes,
-                **({} if each.planned_nbytes is None else {"planned_nbytes": each.planned_nbytes}),
+                planned_nbytes=each.planned_nbytes,
                 **staged,
                 **each.start_s,
             )
@@ -168,11 +168,11 @@ class Metrics:
             "communication_s": tuple(rank.communication_s for rank in times.ranks),
             "bubble_s": tuple(rank.bubble_s for rank in times.ranks),
         } if times.ranks else {}  # fmt: skip
-        utilization = {} if self._least_step_s is None else {"mfu": self._least_step_s / times.step_s}
+        mfu = None if self._least_step_s is None else self._least_step_s / times.step_s
         self._write(
             step=step,
             loss=report.loss,
-            **({} if report.mtp_loss is None else {"mtp_loss": report.mtp_loss}),
+            mtp_loss=report.mtp_loss,
             grad_norm=report.grad_norm,
             lr=report.lr,
             num_tokens=report.num_tokens,
@@ -181,9 +181,9 @@ class Metrics:
             **parts,
             tokens_per_s=rate,
             peak_nbytes=peak_nbytes,
-            **utilization,
+            mfu=mfu,
             **_of_experts(report.experts),
-            **({} if num_skipped is None else {"skipped_documents": num_skipped}),
+            skipped_documents=num_skipped,
         )
         if self._progress is not None:
             self._progress.step(
@@ -193,13 +193,12 @@ class Metrics:
                 + ("" if report.mtp_loss is None else f"  MTP loss {report.mtp_loss:.6f}")
                 + f"  grad norm {report.grad_norm:.4f}"
                 f"  lr {report.lr:.3g}  {rate:,.0f} tokens/s"
-                + "".join(f"  MFU {mfu:.1%}" for mfu in utilization.values())
+                + ("" if mfu is None else f"  MFU {mfu:.1%}")
                 + f"  peak {show_bytes(peak_nbytes)}",
             )
 
     def evaluation(self, step: int, loss: float, num_tokens: int, num_skipped: int | None = None) -> None:
-        skipped = {} if num_skipped is None else {"eval_skipped_documents": num_skipped}
-        self._write(step=step, eval_loss=loss, eval_num_tokens=num_tokens, **skipped)
+        self._write(step=step, eval_loss=loss, eval_num_tokens=num_tokens, eval_skipped_documents=num_skipped)
         self._say(f"after step {step}: loss {loss:.6f} over {num_tokens:,} tokens of the evaluation data")
 
     def checkpoint(self, report: SaveReport) -> None:
@@ -261,7 +260,8 @@ class Metrics:
         self._say(f"saved the trained {what}: {out / name}")
 
     def _write(self, **fields: Any) -> None:
-        record = {**fields, "time": time.time()}
+        """Write a record of the fields that have a value."""
+        record = {name: value for name, value in {**fields, "time": time.time()}.items() if value is not None}
         for sink in tuple(self._sinks):
             if not self._try(sink, partial(sink.write, record)):
                 self._sinks.remove(sink)
@@ -285,8 +285,8 @@ class Metrics:
 def _of_experts(report: ExpertReport | None) -> dict[str, Any]:
     if report is None:
         return {}
-    load = {} if report.load is None else {"expert_load": {str(layer): counts for layer, counts in report.load}}
-    return load if report.aux_loss is None else {"aux_loss": report.aux_loss, **load}
+    load = None if report.load is None else {str(layer): counts for layer, counts in report.load}
+    return {"aux_loss": report.aux_loss, "expert_load": load}
 
 
 def _has_columns() -> bool:
