@@ -175,22 +175,17 @@ def _digest(options: TrainOptions, listed: Sequence[_Files], tokenizer: str | No
     """Return a digest of what determines the order of sequences, and of the loss over them."""
     data = options.data
     how: dict[str, Any] = {"text_field": data.text_field, "pack": data.pack, "seed": data.seed}
-    if data.completion_field is not None:
-        how["completion_field"] = data.completion_field
-    if data.is_tokenized:
-        how["tokenized"] = True
-    if data.dataset is not None:
-        how["dataset"] = [data.dataset, *data.sources]
-    if data.document_mask:
-        how["document_mask"] = True
-    if data.shuffle:
-        how["shuffle"] = True
-    if data.weights:
-        how["weights"] = data.weights
-    if framing is not None:
-        how["frame"] = [framing.frame.before, framing.frame.after]
-    if loss := {name: value for name, value in asdict(options.loss).items() if value and name != "mtp_weight"}:
-        how["loss"] = loss
+    more = {  # in the digest only where it is used
+        "completion_field": data.completion_field,
+        "tokenized": data.is_tokenized,
+        "dataset": None if data.dataset is None else [data.dataset, *data.sources],
+        "document_mask": data.document_mask,
+        "shuffle": data.shuffle,
+        "weights": data.weights,
+        "frame": None if framing is None else [framing.frame.before, framing.frame.after],
+        "loss": {name: value for name, value in asdict(options.loss).items() if value and name != "mtp_weight"},
+    }
+    how |= {name: value for name, value in more.items() if value not in (None, False, (), {})}
     # Without weights, the files of all sources are one list.
     files = listed if data.weights else [file for source in listed for file in source]
     return digest_bytes(json.dumps([how, options.batch.seq_len, tokenizer, files], sort_keys=True).encode())
