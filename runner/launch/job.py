@@ -90,24 +90,23 @@ def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     for text in given:
         name, equals, value = text.partition("=")
         if not _VARIABLE.fullmatch(name):
-            raise UsageError("--env", f"expected NAME or NAME=VALUE, found {text!r}", code="launch.environment")
+            raise _bad_variable(f"expected NAME or NAME=VALUE, found {text!r}")
         if _OWN_VARIABLE.fullmatch(name):
-            raise UsageError(
-                "--env",
-                f"{name} is set by torchrun for every rank",
-                "remove it",
-                code="launch.environment",
-            )
+            raise _bad_variable(f"{name} is set by torchrun for every rank", "remove it")
         if "\0" in value:
-            raise UsageError("--env", f"the value of {name} contains a zero byte", code="launch.environment")
+            raise _bad_variable(f"the value of {name} contains a zero byte")
         if name == "PYTHONPATH" and relative_entries(value):
             problem = f"PYTHONPATH has an entry that depends on the working folder: {value!r}"
             hint = "use absolute paths, without empty entries, or code of that folder would run"
-            raise UsageError("--env", problem, hint, code="launch.environment")
+            raise _bad_variable(problem, hint)
         if not equals and name not in os.environ:
-            raise UsageError("--env", f"{name} is not set here", f"use --env {name}=VALUE", code="launch.environment")
+            raise _bad_variable(f"{name} is not set here", f"use --env {name}=VALUE")
         variables[name] = value if equals else os.environ[name]
     return tuple(variables.items())
+
+
+def _bad_variable(problem: str, hint: str = "") -> UsageError:
+    return UsageError("--env", problem, hint, code="launch.environment")
 
 
 def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
@@ -118,28 +117,27 @@ def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise LaunchError(
-            str(path), f"cannot be read: {error.strerror}", "check the path for typos", code="launch.job-file"
-        ) from error
+        raise _bad_job_file(path, f"cannot be read: {error.strerror}", "check the path for typos") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         hint = "write lines such as lr = 1e-3, below [training]; docs/cluster.md has a whole file"
-        raise LaunchError(str(path), f"is not TOML: {error}", hint, code="launch.job-file") from error
+        raise _bad_job_file(path, f"is not TOML: {error}", hint) from error
     training = document.pop("training", {})
     if not isinstance(training, Mapping):
-        raise LaunchError(f"{path}: training", "expected a table of the flags that follow --", code="launch.job-file")
+        raise _bad_job_file(f"{path}: training", "expected a table of the flags that follow --")
     values: dict[str, Any] = {}
     for key, value in document.items():
         if key not in kinds:
-            raise LaunchError(
-                f"{path}: {key}",
-                "is not a flag of runner launch",
-                "it is a training flag: put it below [training]"
-                if is_training_flag(f"--{key}")
-                else "known: " + ", ".join(sorted(kinds)),
-                code="launch.job-file",
-            )
+            hint = "known: " + ", ".join(sorted(kinds))
+            if is_training_flag(f"--{key}"):
+                hint = "it is a training flag: put it below [training]"
+            raise _bad_job_file(f"{path}: {key}", "is not a flag of runner launch", hint)
         values[key.replace("-", "_")] = _value_of(value, kinds[key], f"{path}: {key}")
-    return {**values, "training": {f"--{key}": _words(key, value, where=str(path)) for key, value in training.items()}}
+    words = {f"--{key}": _words(key, value, f"{path}: training.{key}") for key, value in training.items()}
+    return {**values, "training": words}
+
+
+def _bad_job_file(where: str | Path, problem: str, hint: str = "") -> LaunchError:
+    return LaunchError(str(where), problem, hint, code="launch.job-file")
 
 
 def _value_of(value: object, kind: FlagKind, where: str) -> object:
@@ -149,18 +147,13 @@ def _value_of(value: object, kind: FlagKind, where: str) -> object:
         return tuple(map(expand_home, value))
     if kind == "one" and isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return expand_home(str(value))
-    raise LaunchError(where, f"expected {_EXPECTED[kind]}, found {value!r}", code="launch.job-file")
+    raise _bad_job_file(where, f"expected {_EXPECTED[kind]}, found {value!r}")
 
 
-def _words(key: str, value: object, *, where: str) -> list[str]:
+def _words(key: str, value: object, where: str) -> list[str]:
     flag = "--" + key
     if not _KEY.fullmatch(key):
-        raise LaunchError(
-            f"{where}: training.{key}",
-            "is not a training flag",
-            "list them with runner launch MANIFEST -- --help",
-            code="launch.job-file",
-        )
+        raise _bad_job_file(where, "is not a training flag", "list them with runner launch MANIFEST -- --help")
     if value is True:
         return [flag]
     if value is False:
@@ -169,9 +162,7 @@ def _words(key: str, value: object, *, where: str) -> list[str]:
         return [flag, expand_home(str(value))]
     if isinstance(value, list) and all(isinstance(part, (str, int, float)) for part in value):
         return [word for part in value for word in (flag, expand_home(str(part)))]
-    raise LaunchError(
-        f"{where}: training.{key}", "expected a text, a number, true, false or a list of these", code="launch.job-file"
-    )
+    raise _bad_job_file(where, "expected a text, a number, true, false or a list of these")
 
 
 def check_texts(given: Iterable[tuple[str, str | None]], *, without_spaces: bool = False) -> None:

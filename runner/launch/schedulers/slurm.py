@@ -239,33 +239,23 @@ def check_sbatch_args(arguments: Sequence[str]) -> None:
     """Check that each --sbatch-arg is one flag, and not one that the job sets itself."""
     for argument in arguments:
         if not argument.startswith("-") or not argument.isprintable():
-            raise UsageError(
-                "--sbatch-arg",
-                f"expected a flag of sbatch, found {argument!r}",
-                "--sbatch-arg=--gpus=8",
-                code="launch.sbatch-argument",
-            )
+            raise _bad_argument(f"expected a flag of sbatch, found {argument!r}", "--sbatch-arg=--gpus=8")
         try:
             flag, *values = shlex.split(argument)
         except ValueError as error:
-            raise UsageError(
-                "--sbatch-arg", f"expected closed quotes, found {argument!r}", code="launch.sbatch-argument"
-            ) from error
+            raise _bad_argument(f"expected closed quotes, found {argument!r}") from error
         if not _is_one_flag(flag, values):
             hint = "quote a value with spaces: --sbatch-arg=\"--comment='a b'\""
-            raise UsageError(
-                "--sbatch-arg", f"expected one flag, found {argument!r}", hint, code="launch.sbatch-argument"
-            )
+            raise _bad_argument(f"expected one flag, found {argument!r}", hint)
         word = flag.lstrip("-").partition("=")[0]
         name = word if flag.startswith("--") else _SHORT.get(word[:1], word)
         if name in _OWN:
-            ours = _OWN[name]
-            raise UsageError(
-                "--sbatch-arg",
-                f"{argument!r} conflicts with --{name} of the job",
-                f"use {ours}" if ours else "remove it",
-                code="launch.sbatch-argument",
-            )
+            hint = f"use {_OWN[name]}" if _OWN[name] else "remove it"
+            raise _bad_argument(f"{argument!r} conflicts with --{name} of the job", hint)
+
+
+def _bad_argument(problem: str, hint: str = "") -> UsageError:
+    return UsageError("--sbatch-arg", problem, hint, code="launch.sbatch-argument")
 
 
 def _is_one_flag(flag: str, values: Sequence[str]) -> bool:
