@@ -18,9 +18,9 @@ from runner.checkpoint.data_position import FoundData, check_alike, encode_files
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import advance, remember
 from runner.config.flags import TrainOptions
-from runner.data.bad import Skipped, log_skipped
 from runner.data.own import SharedCounts, read_dataset
 from runner.data.read_ahead import GroupExchange, ReadAhead
+from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks

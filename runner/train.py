@@ -48,8 +48,7 @@ from runner.preflight.combinations import check_sinks, schedule_of, sharing_rank
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.trace import memory_snapshot
 from runner.rundir.exit_report import set_rank_label, stages_of
-from runner.rundir.heartbeat import clear_beats
-from runner.rundir.records import STATE_NAME, RunState, clear_state, note_resolved, run_id, write_state
+from runner.rundir.records import STATE_NAME, RunState, clear_beats, clear_state, note_resolved, run_id, write_state
 from runner.setup import Ready, begin
 from runner.steps import evaluate, train_steps
 from runner.tensors.local_shard import FLAG_DTYPES

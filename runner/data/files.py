@@ -19,9 +19,8 @@ from typing import Any, BinaryIO, TypeAlias
 
 from manifests.errors import DataError, printable, system_errors
 from manifests.jsontext import kind_of
-from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
 from runner.data.parquet import nbytes_of, read_rows, text_of
-from runner.data.rows import Fields, Prompt, TokenIds, parse_row
+from runner.data.rows import MOST_NBYTES, BadDocumentError, Fields, Prompt, TokenIds, parse_row, too_long
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'

@@ -9,9 +9,8 @@ from itertools import chain, count
 from manifests.errors import DataError, InputError
 from manifests.schema import DataCursor, SourcePosition
 from runner.config.schema import DataOptions
-from runner.data.bad import Skipped
 from runner.data.documents import DocumentSource, PlacedDocument, draw
-from runner.data.rows import TokenIds
+from runner.data.rows import Skipped, TokenIds
 from runner.data.tokenizer import Pieces, Tokenize, Tokenized, TokenRows, Vocabulary, tokenize_alone
 
 

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from manifests.errors import DataError
 from runner.config.entry_points import load_entry_point
 from runner.config.schema import DATASETS, BatchOptions, DataOptions
-from runner.data.bad import BadDocumentError
 from runner.data.packing import RowSample
-from runner.data.rows import RowForm, parse_row
+from runner.data.rows import BadDocumentError, RowForm, parse_row
 from runner.data.sequences import Batch, Rows, build_batch
 from runner.data.shared import Exchange, StoppedReading
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from manifests.errors import DataError, refused_by_system
-from runner.data.bad import MOST_NBYTES, BadDocumentError, too_long
-from runner.data.rows import ROW_FIELDS, Fields
+from runner.data.rows import MOST_NBYTES, ROW_FIELDS, BadDocumentError, Fields, too_long
 
 _COLUMN = "name the column of the text with --text-field"
 _ROWS, _ROWS_NBYTES = 64, 64 << 20  # in memory at a time, where they are read in order; at least one row

@@ -1,25 +1,64 @@
-"""What a record of data has: text, a prompt and its completion, or a row of token ids. No torch."""
+"""What a record of data has: text, a prompt and its completion, a row of token ids, or nothing valid. No torch.
+
+Invalid documents are errors, or skipped and counted.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
+from manifests.errors import DataError
 from manifests.jsontext import kind_of
 from runner.config.declared import MOST
 from runner.config.schema import DataOptions
-from runner.data.bad import BadDocumentError
 
+T = TypeVar("T")
+logger = logging.getLogger("runner")
 TokenIds: TypeAlias = "array[int]"
+MOST_NBYTES = 64 << 20  # of a document in JSON or a row: in memory it takes up to 4 times as much, twice for a moment
 IGNORED = -100  # the label of positions that are ignored in the loss
 _IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS = ROW_FIELDS = (
     "input_ids", "labels", "loss_mask", "position_ids", "document_ids",
 )  # fmt: skip
 _LARGEST = 3.4e38  # float32, which fields are
 _HEAD = 3  # numbers before the JSON text of an encoded row
+
+
+class BadDocumentError(DataError):
+    """A document that is not text. Its file can be read, and later documents may be valid."""
+
+
+def too_long(where: str, nbytes: int) -> BadDocumentError:
+    problem = f"has {nbytes} bytes, expected at most {MOST_NBYTES} in one document of this format"
+    hint = "split the document, or write it as a .txt file of its own, which may have any length"
+    return BadDocumentError(where, problem, hint, code="data.too-long")
+
+
+@dataclass(kw_only=True, slots=True)
+class Skipped:
+    """The number of documents that a reader has skipped, and a callback for each."""
+
+    count: int = 0
+    on_skip: Callable[[BadDocumentError], None] | None = None
+
+    def good(self, pieces: Iterator[T]) -> Iterator[T]:
+        """Yield a document's pieces up to the first that is not text; the rest is skipped, and counted once."""
+        try:
+            yield from pieces
+        except BadDocumentError as error:
+            self.count += 1
+            if self.on_skip is not None:
+                self.on_skip(error)
+
+
+def log_skipped(error: BadDocumentError) -> None:
+    """Log a document that is skipped, and why."""
+    logger.warning("note: skipped %s: %s", error.where, error.problem)
 
 
 class Prompt(str):

@@ -14,11 +14,10 @@ import torch
 from manifests.errors import DataError
 from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
-from runner.data.bad import Skipped
 from runner.data.documents import DocumentSource, open_sources
 from runner.data.mixture import Cursor, draw_documents, first_cursor
 from runner.data.packing import Sample, pack_documents
-from runner.data.rows import IGNORED, RowForm
+from runner.data.rows import IGNORED, RowForm, Skipped
 from runner.data.shared import SharedReading
 from runner.data.tokenizer import TokenRows, Vocabulary, load_vocabulary, tokenize_alone
 from runner.tensors.row_parts import places_of

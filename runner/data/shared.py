@@ -25,10 +25,9 @@ from itertools import chain, groupby
 from typing import Any, Protocol, TypeVar
 
 from manifests.errors import UserError
-from runner.data.bad import BadDocumentError
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document, Piece
-from runner.data.rows import TokenIds
+from runner.data.rows import BadDocumentError, TokenIds
 from runner.data.tokenizer import Pieces, Tokenized, TokenRows, Vocabulary
 
 _WHOLE_NBYTES = 256 << 10  # of a document that is assigned whole: a longer one is assigned by pieces

@@ -23,10 +23,9 @@ from manifests.errors import DataError
 from manifests.store import read_config
 from runner.bundle.packed import TOKENIZER, check_tokenizer
 from runner.config.schema import FramingOptions
-from runner.data.bad import Skipped
 from runner.data.documents import PlacedDocument
 from runner.data.files import Document
-from runner.data.rows import Prompt, TokenIds
+from runner.data.rows import Prompt, Skipped, TokenIds
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer

@@ -32,7 +32,7 @@ from typing import NoReturn
 
 from manifests.errors import RankError, UserError, refused_by_system
 from runner.rundir.exit_report import ExitReport, FailureKind, place_of, report_exit
-from runner.rundir.heartbeat import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
+from runner.rundir.records import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 
 logger = logging.getLogger("runner")
 _GRACE_S = 15.0  # after SIGTERM, the rank exits unless a step ends within this, or twice the last step's time

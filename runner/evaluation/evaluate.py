@@ -20,7 +20,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions
-from runner.data.bad import Skipped, log_skipped
+from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank

@@ -31,11 +31,11 @@ from manifests.errors import (
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
 from runner.launch.schedulers.table import scheduler_of
-from runner.rundir.heartbeat import SKEWED_S
 from runner.rundir.records import (
     DEFAULT_RUNS,
     JOB_NAME,
     RUN_NAME,
+    SKEWED_S,
     JobRecord,
     link_latest,
     read_job_record,

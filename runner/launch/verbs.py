@@ -25,14 +25,16 @@ from runner.launch.schedulers import Print
 from runner.launch.schedulers.table import scheduler_of
 from runner.report.read import check_fields, read_object
 from runner.rundir.exit_report import place_of
-from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
 from runner.rundir.records import (
     DEFAULT_RUNS,
     JOB_NAME,
+    SKEWED_S,
     JobRecord,
     check_same_run,
     config_of,
     find_run,
+    log_path,
+    read_beats,
     read_job_record,
     read_run_record,
     read_state,

@@ -1,7 +1,8 @@
 """The records in a log folder, and how a run's folder is found. No torch.
 
 `run.json`: which run this is and with which options. `job.json`: which job `runner launch` started, for status, logs
-and cancel. `state.json`: how the run ended and after which step.
+and cancel. `state.json`: how the run ended and after which step. `heartbeat/rank-00000.json`: the step of a rank, and
+what it executes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ JOB_NAME = "job.json"
 STATE_NAME = "state.json"
 DEFAULT_RUNS = Path("runner-log")  # has a folder for each run started without --log-dir
 LATEST = "latest"
+ALIVE_S = 2.0  # a rank writes its heartbeat at least this often, however long its step takes
+SKEWED_S = 30.0  # the clocks of nodes may differ by this much
+_BEATS = "heartbeat"
+_MOST_S = 1e12  # since the epoch
 _MOST_DIGITS = 20  # of a process id
 _PACKAGES = ("reshard", "torch", "transformers")
 # A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and `launches`, one for each start.
@@ -231,6 +236,53 @@ def read_state(log_dir: Path) -> RunState | None:
     return state if state.ended in get_args(Ended) else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beat:
+    """One heartbeat. `time` is in seconds since the epoch, `doing` the function being executed and its line."""
+
+    rank: int
+    stages: tuple[int, ...]
+    host: str
+    pid: int
+    step: int
+    phase: str
+    time: float
+    doing: str = ""
+    is_waiting: bool = False  # for another rank, judging by its stack
+
+
+def log_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"rank-{rank:05d}.log"
+
+
+def heartbeat_path(log_dir: Path, rank: int) -> Path:
+    return log_dir / _BEATS / f"rank-{rank:05d}.json"
+
+
+def write_beat(path: Path, beat: Beat) -> None:
+    """Write a heartbeat atomically: a reader sees this one or the previous one."""
+    write_file(path, (json.dumps(asdict(beat)) + "\n").encode(), is_durable=False)
+
+
+def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
+    """Return every rank's last heartbeat that is not older than `since`, ordered by rank."""
+    beats = []
+    for path in sorted((log_dir / _BEATS).glob("rank-*.json")):
+        try:
+            beat = json.loads(path.read_bytes())
+            beat = Beat(**{**beat, "stages": tuple(beat["stages"])})
+        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if _is_whole(beat) and beat.time >= since:
+            beats.append(beat)
+    return tuple(beats)
+
+
+def clear_beats(log_dir: Path) -> None:
+    for path in (log_dir / _BEATS).glob("rank-*.json"):
+        path.unlink(missing_ok=True)
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that a run depends on most."""
     from importlib.metadata import PackageNotFoundError, version  # slow to import
@@ -245,3 +297,15 @@ def versions() -> dict[str, str]:
 def object_or_empty(value: object) -> Mapping[str, Any]:
     """Return a field of a record that should be an object; without fields where it is none."""
     return value if isinstance(value, dict) else {}
+
+
+def _is_whole(beat: Beat) -> bool:
+    """Whether every field that was read has its declared type."""
+    counts = (beat.rank, beat.pid, beat.step, *beat.stages)
+    texts = (beat.host, beat.phase, beat.doing)
+    return (
+        all(type(count) is int for count in counts)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(beat.time, int | float)
+        and abs(beat.time) < _MOST_S
+    )

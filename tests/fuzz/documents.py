@@ -16,9 +16,9 @@ from pyarrow import parquet
 from manifests.errors import InputError
 from manifests.schema import DataCursor
 from runner.config.schema import DataOptions
-from runner.data.bad import Skipped
 from runner.data.documents import open_sources
 from runner.data.mixture import Cursor, draw_documents, first_cursor
+from runner.data.rows import Skipped
 from runner.data.tokenizer import TokenIds, Vocabulary, load_vocabulary
 from tests.fast.runner.data.words import VOCAB_SIZE, write_tokenizer
 from tests.fuzz.folder import check_refusal, scratch

@@ -27,8 +27,7 @@ from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
 from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, place_of, read_reports, stages_of
-from runner.rundir.heartbeat import Beat, read_beats
-from runner.rundir.records import RunState, clear_state, read_state, write_state
+from runner.rundir.records import Beat, RunState, clear_state, read_beats, read_state, write_state
 from stores.open import open_manifest
 
 if TYPE_CHECKING:

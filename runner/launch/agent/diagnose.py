@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from manifests.command.signals import INTERRUPTED
 from runner.rundir.exit_report import ExitReport, place_of, read_report
-from runner.rundir.heartbeat import ALIVE_S, SKEWED_S, Beat, log_path
+from runner.rundir.records import ALIVE_S, SKEWED_S, Beat, log_path
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

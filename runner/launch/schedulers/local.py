@@ -18,8 +18,7 @@ from tempfile import TemporaryFile
 
 from manifests.errors import LaunchError
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file
-from runner.rundir.heartbeat import SKEWED_S, log_path, read_beats
-from runner.rundir.records import JOB_NAME, JobRecord, read_state
+from runner.rundir.records import JOB_NAME, SKEWED_S, JobRecord, log_path, read_beats, read_state
 from stores.folders.lock import birth_of
 
 _POLL_S = 0.1

@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.bad import BadDocumentError, Skipped
 from runner.data.files import has_text
 from runner.data.mixture import Cursor
-from runner.data.rows import Fields
+from runner.data.rows import BadDocumentError, Fields, Skipped
 from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, write_tokenizer
 

@@ -18,9 +18,8 @@ from manifests.errors import CheckpointError, DataError, UsageError
 from runner.checkpoint.data_position import read_state
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data import own
-from runner.data.bad import BadDocumentError, Skipped
 from runner.data.own import SharedCounts, read_dataset
-from runner.data.rows import IGNORED, RowForm, parse_row
+from runner.data.rows import IGNORED, BadDocumentError, RowForm, Skipped, parse_row
 from runner.data.sequences import Batch, Rows, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_tokenizer
 

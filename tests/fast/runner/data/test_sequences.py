@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.bad import Skipped
+from runner.data.rows import Skipped
 from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from runner.data.tokenizer import load_tokenizer, load_vocabulary, special_id
 from runner.evaluation.evaluate import mean_loss

@@ -18,8 +18,8 @@ import torch
 
 from manifests.errors import UserError
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.bad import Skipped
 from runner.data.read_ahead import ReadAhead
+from runner.data.rows import Skipped
 from runner.data.sequences import Batch, Rows, read_batches
 from runner.data.shared import SharedReading
 from tests.fast.runner.data.golden import GLOBAL_BATCH, NUM_BATCHES, Case, cases, digests, write_sources

@@ -32,7 +32,7 @@ from runner.distributed.fail_together import (
 from runner.distributed.watchdog import Watchdog, log_to_file
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
-from runner.rundir.heartbeat import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
+from runner.rundir.records import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
 from stores.folders.publish import publishing
 from tests.fast.runner.tiny import write_shard

@@ -16,8 +16,17 @@ from click.testing import CliRunner, Result
 from manifests.errors import UserError
 from runner.commands import cli
 from runner.launch.run_folder import check_free
-from runner.rundir.heartbeat import Beat, heartbeat_path, write_beat
-from runner.rundir.records import JobRecord, RunState, read_job_record, read_state, write_job_record, write_state
+from runner.rundir.records import (
+    Beat,
+    JobRecord,
+    RunState,
+    heartbeat_path,
+    read_job_record,
+    read_state,
+    write_beat,
+    write_job_record,
+    write_state,
+)
 from tests.builders import llama_config, pack, write_model
 
 SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")

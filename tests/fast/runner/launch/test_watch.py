@@ -18,8 +18,18 @@ from runner.commands import cli
 from runner.launch import verbs as watch
 from runner.launch.agent import agent as waiting
 from runner.launch.agent.agent import find_awaited, print_waiting
-from runner.rundir.heartbeat import Beat, heartbeat_path, log_path, write_beat
-from runner.rundir.records import Ended, JobRecord, RunState, write_job_record, write_run_record, write_state
+from runner.rundir.records import (
+    Beat,
+    Ended,
+    JobRecord,
+    RunState,
+    heartbeat_path,
+    log_path,
+    write_beat,
+    write_job_record,
+    write_run_record,
+    write_state,
+)
 
 LOAD: dict[str, Any] = {"rank": 0, "load_s": 0.1}
 
