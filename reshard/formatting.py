@@ -1,4 +1,4 @@
-"""Formats counts, numbers and lists of names for sentences, and tables; and parses lists of numbers."""
+"""Formats counts, numbers and lists of names for sentences, and rows of tables; and parses lists of numbers."""
 
 from __future__ import annotations
 
@@ -106,19 +106,6 @@ MOST_ROWS = 40  # with more, similar stages share a row
 _ENDS = 12  # rows kept at either end of a table that is still too long
 
 T = TypeVar("T")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns: frozenset[str] = frozenset()) -> str:
-    """Return a table with aligned columns: `left_columns` to the left, others to the right."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for row in (head, *rows):
-        cells = (
-            cell.ljust(width) if name in left_columns else cell.rjust(width)
-            for cell, width, name in zip(row, widths, head, strict=True)
-        )
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def group_stages(stages: Sequence[T], keys: Sequence[object]) -> list[Sequence[T]]:

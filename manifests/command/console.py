@@ -265,6 +265,19 @@ def _discard() -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
 
 
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left_columns: frozenset[str] = frozenset()) -> str:
+    """Return a table with aligned columns: `left_columns` to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for row in (head, *rows):
+        cells = (
+            cell.ljust(width) if name in left_columns else cell.rjust(width)
+            for cell, width, name in zip(row, widths, head, strict=True)
+        )
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
 class GroupedHelp:
     """Mixed into a `click.Command`: `groups` are the titles, and the names of the parameters below each.
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from manifests.command.console import table
 from manifests.command.sizes import show_bytes
 from reshard.delta.apply import ApplyResult
 from reshard.delta.chains import ChainEntry, PruneResult, VerifyChainResult
 from reshard.delta.publish import PublishResult
-from reshard.formatting import counted, table
+from reshard.formatting import counted
 
 _SHOWN_DIGITS = len("blake3:") + 12
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.codec import manifest_document
+from manifests.command.console import table
 from manifests.command.sizes import show_bytes
 from manifests.errors import printable
 from manifests.index import INDEX_NAME, has_index
@@ -15,7 +16,7 @@ from manifests.optimizer_state import describe_optimizer
 from manifests.safetensors import nbytes_of
 from manifests.schema import Manifest
 from reshard.formats.table import Listing, export_targets
-from reshard.formatting import count_of, counted, show_numbers, table, tie_lines
+from reshard.formatting import count_of, counted, show_numbers, tie_lines
 from reshard.layouts.model import compress_modules
 from reshard.packing.hub_sha256 import HubReport
 from reshard.packing.options import PackResult

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from manifests.command.console import table
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import Memory
 from manifests.schedules.simulation import Timeline
@@ -13,7 +14,7 @@ from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formats.open import CONFIG_ONLY
-from reshard.formatting import counted, group_stages, shorten_rows, show_count, show_numbers, table, tie_lines
+from reshard.formatting import counted, group_stages, shorten_rows, show_count, show_numbers, tie_lines
 from reshard.layouts import StageLayout
 from reshard.layouts.model import modules_shown
 from reshard.packing.memory_fit import largest_tried, smallest_fit

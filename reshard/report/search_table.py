@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from manifests.command import defaults
+from manifests.command.console import table
 from manifests.command.sizes import show_bytes, write_size
 from manifests.schedules.rules import default_schedule
 from reshard.formats.open import find_config
-from reshard.formatting import table
 from reshard.search.candidates import MARGIN, SearchRequest
 from reshard.search.search import Choice, SearchResult
 

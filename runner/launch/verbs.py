@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import click
 
+from manifests.command.console import table
 from manifests.errors import (
     InputError,
     LaunchError,
@@ -124,7 +125,8 @@ def cancel(log_dir: Path, force: bool) -> None:
     Example:
       runner cancel runner-log/latest
     """
-    record, was_running = cancel_job(log_dir, is_forced=force)
+    record = read_job_record(log_dir)
+    was_running = scheduler_of(record.scheduler).cancel(record, is_forced=force)
     job = f"{record.scheduler} job {record.id}"
     click.echo(f"cancelled {job}" if was_running else f"{job} has ended already")
 
@@ -232,15 +234,6 @@ def follow_job(record: JobRecord, path: Path, show: Print, log_dir: Path) -> int
     return scheduler.follow_output(record, path, show, poll.look)
 
 
-def cancel_job(log_dir: Path, *, is_forced: bool = False) -> tuple[JobRecord, bool]:
-    """Cancel the job that was launched with this log folder; return its record, and whether it was still running.
-
-    A job of a scheduler counts as running for as long as the scheduler knows it.
-    """
-    record = read_job_record(log_dir)
-    return record, scheduler_of(record.scheduler).cancel(record, is_forced=is_forced)
-
-
 class _Poll(Generic[_Answer]):
     """A job whose scheduler is polled by `ask`, and may fail to answer for a while; `hint` is for when it gives up."""
 
@@ -332,10 +325,7 @@ def list_runs(runs: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"version": 1, "runs": rows}))
         return
-    cells = [_HEAD, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    click.echo(table(_HEAD, [*map(_cells, rows)], left_columns=frozenset(_HEAD)))
 
 
 def find_runs(runs: Path) -> list[dict[str, Any]]:

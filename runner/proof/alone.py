@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from manifests.command.console import table
 from manifests.errors import RankError, UserError
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
@@ -188,6 +189,7 @@ def _try(run: Combination) -> _Outcome:
 
 
 _COLUMNS = ("loss", "norm", "gradient", "weight", "evaluation loss")
+_HEAD = ("tried", "ranks", "stages", *_COLUMNS, "seconds")
 
 
 def as_json(request: Request, tried: Sequence[Tried]) -> dict[str, Any]:
@@ -216,23 +218,17 @@ def as_json(request: Request, tried: Sequence[Tried]) -> dict[str, Any]:
 
 def table_of(request: Request, tried: Sequence[Tried]) -> str:
     """Write a row for each part of the combination, and what differs."""
-    rows = [("tried", "ranks", "stages", *_COLUMNS, "seconds"), *(_row(request, part) for part in tried)]
+    rows = [_row(request, part) for part in tried]
     limits = next((part.distances.limits for part in tried if part.distances is not None), None)
     if limits is not None:
         rows.append(("at most", "", "", *(f"{limits[name]:.0e}" for name in _COLUMNS), ""))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(cell.rjust(width) if number else cell.ljust(width)
-                  for number, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
-    ]  # fmt: skip
     run = tried[0].run
     flags = f" {options}" if (options := _options(run)) else ""
     first = f"a tiny {run.family.architecture}, {run.timetable.name}{flags}: differences from one process"
     problems = [
         f"{describe_degrees(part.run.degrees, request.degrees)}: {part.problem}" for part in tried if part.problem
     ]
-    return "\n".join((first, *lines, *problems))
+    return "\n".join((first, table(_HEAD, rows, left_columns=frozenset(_HEAD[:1])), *problems))
 
 
 def _row(request: Request, part: Tried) -> tuple[str, ...]:
