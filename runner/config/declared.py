@@ -38,6 +38,12 @@ class DtypeName(click.Choice[str]):
         return super().convert(DTYPES.get(value, value), param, ctx)
 
 
+def nearest_multiples(count: int, unit: int) -> str:
+    """Return the multiples of `unit` on both sides of a number, for a hint."""
+    lower = count // unit * unit
+    return f"{lower} or {lower + unit}" if lower else str(unit)
+
+
 @dataclass(frozen=True, slots=True)
 class _Flag:
     option: click.Option

@@ -19,7 +19,7 @@ import click
 from manifests.command import defaults
 from manifests.errors import LaunchError, UsageError
 from manifests.models.training import ContextMethod
-from runner.config.declared import WholeNumber, flag
+from runner.config.declared import WholeNumber, flag, nearest_multiples
 from runner.config.schema import ComputeOptions
 
 # Names of the device mesh dimensions, as in torchtitan.
@@ -143,8 +143,7 @@ class DegreeOptions:
         """Return the degrees for this number of ranks."""
         per_stage, rest = divmod(world_size, num_pipeline_ranks)
         if rest or not per_stage:
-            near = per_stage * num_pipeline_ranks
-            start = f"start {near} or {near + num_pipeline_ranks} ranks"
+            start = f"start {nearest_multiples(world_size, num_pipeline_ranks)} ranks"
             if not per_stage:
                 start = f"runner launch MANIFEST --nproc-per-node {num_pipeline_ranks}"
             multiple = ", or a multiple" if per_stage else ""
@@ -156,11 +155,10 @@ class DegreeOptions:
             )
         if per_stage % self.tensor:
             unit = num_pipeline_ranks * self.tensor
-            lower = world_size // unit * unit
             raise UsageError(
                 "--tp",
                 f"expected a divisor of {per_stage}, the ranks of each stage, found {self.tensor}",
-                f"start {lower} or {lower + unit} ranks" if lower else f"start {unit} ranks",
+                f"start {nearest_multiples(world_size, unit)} ranks",
                 code="launch.degrees",
             )
         data, rest = divmod(per_stage // self.tensor, self.context)

@@ -16,7 +16,7 @@ from manifests.errors import UsageError
 from manifests.models.training import Recompute, parse_recompute
 from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
-from runner.config.declared import DtypeName, Number, WholeNumber, flag, group
+from runner.config.declared import DtypeName, Number, WholeNumber, flag, group, nearest_multiples
 from stores.address import is_url
 
 Dtype = Literal["fp32", "bf16"]
@@ -48,12 +48,10 @@ class BatchOptions:
 
     def __post_init__(self) -> None:
         if self.global_batch % self.microbatch:
-            lower = self.global_batch // self.microbatch * self.microbatch
-            upper = lower + self.microbatch
             raise UsageError(
                 "--global-batch",
                 f"expected a multiple of --microbatch {self.microbatch}, found {self.global_batch}",
-                f"use {lower} or {upper}" if lower else f"use {upper}",
+                f"use {nearest_multiples(self.global_batch, self.microbatch)}",
                 code="options.batch-size",
             )
 

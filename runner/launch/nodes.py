@@ -15,6 +15,7 @@ from manifests.schedules.actions import Table
 from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schema import Manifest
 from runner.bundle.packed import Packed
+from runner.config.declared import nearest_multiples
 from runner.config.flags import TrainOptions
 from runner.config.parallel_dims import ParallelDims
 from runner.metrics.summary import opening
@@ -34,8 +35,8 @@ def check_ranks(num_pipeline_ranks: int, nnodes: int, nproc_per_node: int) -> No
     world_size = nnodes * nproc_per_node
     if world_size % num_pipeline_ranks == 0:
         return
-    ranks = _nearest(nproc_per_node, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nnodes))
-    nodes = _nearest(nnodes, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nproc_per_node))
+    ranks = nearest_multiples(nproc_per_node, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nnodes))
+    nodes = nearest_multiples(nnodes, num_pipeline_ranks // math.gcd(num_pipeline_ranks, nproc_per_node))
     raise LaunchError(
         "",
         f"expected a multiple of the manifest's {num_pipeline_ranks} pipeline ranks, found {nnodes} nodes x "
@@ -63,7 +64,7 @@ def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tup
                 "--nproc-per-node",
                 f"{nproc_per_node} ranks per node split {article} {kind}-parallel group of {degree}, which "
                 "communicates in every layer, over two nodes",
-                f"use a multiple of {flag} {degree}: {_nearest(nproc_per_node, degree)}",
+                f"use a multiple of {flag} {degree}: {nearest_multiples(nproc_per_node, degree)}",
                 code="launch.split-tp-group",
             )
     if notes:
@@ -84,12 +85,6 @@ def check_groups(degrees: ParallelDims, nnodes: int, nproc_per_node: int) -> tup
 
 def _is_cut(first: int, degrees: ParallelDims, nproc_per_node: int) -> bool:
     return first // nproc_per_node != (first + degrees.per_stage - 1) // nproc_per_node
-
-
-def _nearest(count: int, unit: int) -> str:
-    """Return the multiples of `unit` on both sides of a number."""
-    lower = count // unit * unit
-    return f"{lower} or {lower + unit}" if lower else str(unit)
 
 
 def describe_nodes(manifest: Manifest, nnodes: int, nproc_per_node: int) -> str:

@@ -15,6 +15,7 @@ from manifests.models.trainable import NARROW, find_family, generic_entry
 from manifests.schedules.rules import default_schedule
 from manifests.schema import Manifest
 from runner.bundle.packed import Packed
+from runner.config.declared import nearest_multiples
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.loss import BalanceOptions
 from runner.config.parallel_dims import ParallelDims
@@ -93,11 +94,10 @@ def part_of(batch: BatchOptions, degrees: ParallelDims) -> BatchOptions:
     """Return what one rank has of a batch: `share_of`, of which context-parallel ranks have parts of rows."""
     chunks = 2 * degrees.context
     if degrees.context > 1 and batch.seq_len % chunks:
-        lower = batch.seq_len // chunks * chunks
         raise UsageError(
             "--seq-len",
             f"expected a multiple of {chunks} (2 x --cp {degrees.context}), found {batch.seq_len}",
-            f"use {lower} or {lower + chunks}" if lower else f"use {chunks}",
+            f"use {nearest_multiples(batch.seq_len, chunks)}",
             code="options.cp-divisor",
         )
     return replace(share_of(batch, degrees.data), seq_len=batch.seq_len // degrees.context)
@@ -107,13 +107,11 @@ def share_of(batch: BatchOptions, num_replicas: int) -> BatchOptions:
     """Return the part of one data-parallel replica of a batch."""
     unit = batch.microbatch * num_replicas
     if batch.global_batch % unit:
-        lower = batch.global_batch // unit * unit
-        near = f"{lower} and {lower + unit}" if lower else str(unit)
         raise UsageError(
             "--global-batch",
             f"expected a multiple of {unit} (--microbatch {batch.microbatch} x {num_replicas} data-parallel replicas), "
             f"found {batch.global_batch}",
-            f"use {near.replace(' and ', ' or ')}",
+            f"use {nearest_multiples(batch.global_batch, unit)}",
             code="options.batch-size",
         )
     return BatchOptions(
