@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from manifests.errors import DataError
 from manifests.schema import DataCursor
 from runner.config.schema import SYNTHETIC, BatchOptions, DataOptions
 from runner.data.documents import DocumentSource, open_sources
@@ -138,10 +137,6 @@ def read_once(
     `padded_length` maps a row's own length and `--seq-len` to its padded length, see `runner.models.Family`; all rows
     of a batch have the same length. At the end, `skipped` has the number of skipped documents.
     """
-    if data.sources == (SYNTHETIC,):
-        raise DataError(
-            SYNTHETIC, "has no end, so evaluation cannot use it", "use files, folders or globs", code="data.synthetic"
-        )
     vocabulary, sources = _vocabulary(data, folder, vocab_size), _sources(data, batch, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
