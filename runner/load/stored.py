@@ -132,10 +132,10 @@ def read_for_all(
     started_s, nbytes = time.perf_counter(), 0
     wanted = defaultdict[_Key, list[Read]](list)
     for read in reads:
-        wanted[_key_of(read)].append(read)
+        wanted[str(read.at.file), read.at.begin].append(read)
     rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
     for some in split_by_size(shared, lambda tensor: tensor.nbytes, _ROUND_NBYTES):
-        buffers = {tensor.key: _room_for(tensor) for tensor in some}
+        buffers = {tensor.key: torch.empty(tensor.shape, dtype=STORED_DTYPES[tensor.dtype]) for tensor in some}
         own_reads = [
             _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
         ]
@@ -166,14 +166,6 @@ def _share(wanted: dict[_Key, list[Read]], group: dist.ProcessGroup) -> list[_Sh
         _Shared(key=key, dtype=dtype, shape=shape, reader=readers[key])
         for key, (dtype, shape) in sorted(tensors.items())
     ]
-
-
-def _key_of(read: Read) -> _Key:
-    return str(read.at.file), read.at.begin
-
-
-def _room_for(shared: _Shared) -> torch.Tensor:
-    return torch.empty(shared.shape, dtype=STORED_DTYPES[shared.dtype])
 
 
 def _read_whole(read: Read, buffer: torch.Tensor) -> Read:

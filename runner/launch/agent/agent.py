@@ -208,7 +208,7 @@ def _place(beats: Sequence[Beat], rank: int) -> str:
         if beat.rank == rank:
             return place_of(rank, beat.stages, node)
     try:
-        manifest = open_manifest(_after(sys.argv, _WORKER)).manifest
+        manifest = open_manifest(sys.argv[sys.argv.index(_WORKER) + 1]).manifest
         world_size = _number("--nnodes") * _number("--nproc-per-node")
         return place_of(rank, stages_of(manifest, rank, world_size), node)
     except (UserError, LookupError, ValueError):
@@ -226,10 +226,6 @@ def _training(argv: Sequence[str]) -> TrainOptions | None:
 def _number(flag: str, variable: str = "") -> int:
     text = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
     return int(text) if text.isdecimal() else (1 if flag != "--node-rank" else 0)
-
-
-def _after(argv: Sequence[str], word: str) -> str:
-    return argv[argv.index(word) + 1]
 
 
 @contextlib.contextmanager

@@ -163,7 +163,7 @@ def _options(job: Job) -> list[str]:
         "--nodes": job.nnodes,
         "--ntasks-per-node": 1,
         "--chdir": working_folder(),
-        "--output": _output(job),
+        "--output": str(job.log_dir).replace("%", "%%") + "/slurm-%j.out",  # sbatch reads %% as %
         "--open-mode": "append",
         "--partition": job.partition,
         "--account": job.account,
@@ -173,11 +173,6 @@ def _options(job: Job) -> list[str]:
     }
     options = [f"{flag}={shlex.quote(str(value))}" for flag, value in given.items() if value is not None]
     return [*options, "--requeue" if job.requeue else "--no-requeue", *job.sbatch_args]
-
-
-def _output(job: Job) -> str:
-    """Return the output file for sbatch, which reads %% as %."""
-    return str(job.log_dir).replace("%", "%%") + "/slurm-%j.out"
 
 
 def _supervisor(job: Job) -> list[str]:
