@@ -131,6 +131,9 @@ class Assumptions:
 
 def check_assumptions(assumed: Assumptions) -> None:
     """Refuse assumptions that are invalid or conflict, before a source is opened."""
+    if not isinstance(assumed, Assumptions):
+        problem = f"expected reshard.Assumptions, found {str(assumed)[:80]}"
+        raise UsageError(Parameter("assumed"), problem, code="options.invalid-value")
     check_choice(Parameter("assumed.dtype"), assumed.dtype, get_args(TrainingDtype))
     if assumed.master_dtype is not None:
         check_choice(Parameter("assumed.master_dtype"), assumed.master_dtype, get_args(TrainingDtype))

@@ -83,6 +83,7 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("assumed.overhead", "options.invalid-value"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(overhead=3)),
     ),
+    ("assumed", "options.invalid-value"): (lambda at: reshard.plan(at / "model", "pp=2", assumed={"seq_len": 128}),),
     ("mtp", "options.invalid-value"): (
         lambda at: reshard.layout("pp=2", layers=4, mtp=-1),
         lambda at: reshard.layout("pp=2", layers=4, mtp="1"),
