@@ -16,23 +16,15 @@ from manifests.errors import InputError, UnreachableError
 from manifests.models.adapters import has_adapters, is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
-from manifests.optimizer_state import EMA, describe_optimizer, kinds_of
+from manifests.optimizer_state import EMA, kinds_of
 from manifests.schema import WEIGHTS, TrainingState
-from runner.bundle.packed import Packed, open_packed
+from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
-from runner.checkpoint.resume import (
-    Origin,
-    check_fits,
-    check_state_of_all,
-    override_notes,
-    remembered,
-    resumed_state,
-    schedule_notes,
-)
+from runner.checkpoint.resume import Origin, check_state_of_all
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
-from runner.config.flags import TrainOptions, recall
+from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import is_sharded
 from runner.config.trained import trained_by
@@ -51,16 +43,14 @@ from runner.parallel.parallelize import check_plans, split_rows
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.pipeline.losses import Loss, loss_of_run
 from runner.pipeline.timetable import Timetable
-from runner.preflight.combinations import check_balance, combine, expert_notes, part_of, sharing_ranks, timetable_of
-from runner.preflight.preflight import notes, rounding_notes
+from runner.preflight.combinations import combine, part_of, sharing_ranks, timetable_of
+from runner.preflight.start import Start, log_start, read_start
 from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
 from runner.proof.proving import OF_COMBINATION, prove_once
 from runner.proof.stages import SelfChecked
-from runner.rundir.records import read_run_record
 from runner.tensors.heap import set_up_heap
-from runner.training.algorithms import plan_groups
 from runner.training.build import Stages, apply_model_options, build_engine, build_stages, names_of, ties_of
 from runner.training.mixed_precision import master_of, round_masters
 from runner.training.rng import restore_rng, seed_rng
@@ -69,52 +59,6 @@ from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
-    """What a run starts from: a manifest and its training state, the options that follow, and notes for the log."""
-
-    origin: Packed
-    training: TrainingState | None
-    options: TrainOptions
-    notes: tuple[str, ...]
-
-
-def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> Start:
-    """Read the checkpoint that a run resumes from, or what it starts from at step 0."""
-    is_launched = start_from.folder == launched.root
-    origin = launched if is_launched else open_packed(start_from.read or start_from.folder)
-    lines = check_fits(origin, launched)
-    lines += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
-    training, given_options = resumed_state(origin, options.resume, is_launched=is_launched), options
-    if training is not None:
-        lines += override_notes(options, training)
-        options = recall(options, remembered(training))
-        lines += schedule_notes(options, training)
-    options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
-    lines += groups
-    lines += tuple(notes(given_options, options, training))
-    check_balance(launched, options)
-    run = None if training is None else read_run_record(options.log_dir)
-    lines += expert_notes(launched.shape.tensors, options.balance, run)
-    lines += _beyond_positions(launched, options)
-    lines += rounding_notes(launched.config, options)
-    return Start(origin=origin, training=training, options=options, notes=lines)
-
-
-def log_start(start: Start) -> None:
-    origin, training = start.origin, start.training
-    if training is not None:
-        logger.info("resuming from %s at step %d (%s tokens)", origin.root, training.step, f"{training.num_tokens:,}")
-    elif (stored_state := origin.manifest.training) is not None and stored_state.optimizer is not None:
-        logger.info(
-            "starting at step 0 with the weights of %s; not resumed: %s state at step %d, learning-rate schedule, "
-            "data position and RNG state",
-            origin.root, describe_optimizer(stored_state.optimizer), stored_state.step,
-        )  # fmt: skip
-    for sentence in start.notes:
-        logger.info("note: %s", sentence)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,11 +348,3 @@ def _log_loaded(report: LoadReport, chunks: Sequence[StageChunk], mesh: Mesh) ->
             "files were checked, their bytes were not verified",
             mesh.rank, stages, report.num_unverified,
         )  # fmt: skip
-
-
-def _beyond_positions(launched: Packed, options: TrainOptions) -> tuple[str, ...]:
-    """Return a note where --seq-len exceeds the positions that the model was made for; RoPE can compute them."""
-    seq_len, most = options.batch.seq_len, launched.config.get("max_position_embeddings")
-    if not isinstance(most, int) or seq_len <= most:
-        return ()
-    return (f"--seq-len {seq_len} exceeds max_position_embeddings {most} of config.json",)

@@ -20,8 +20,9 @@ from manifests.models.training import HostMemory
 from manifests.schedules.actions import Table
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed, name_of, opened
+from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
-from runner.config.flags import BeforeTraining, Device, TrainOptions, flag_of, parse_training, unwritten
+from runner.config.flags import Device, TrainOptions, flag_of, parse_training, unwritten
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.launch.here import launch_here

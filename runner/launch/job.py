@@ -14,7 +14,8 @@ from manifests.command.console import expand_home
 from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
 from manifests.invariants import MANIFEST_NAME
-from runner.config.flags import TrainOptions, is_training_flag, parse_training
+from runner.config.command import is_training_flag
+from runner.config.flags import TrainOptions, parse_training
 from stores.address import is_url
 
 FlagKind = Literal["switch", "one", "several"]  # what a flag takes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,6 +29,7 @@ from manifests.schema import TieGroup
 from runner.config.lora import LoraOptions
 from runner.config.loss import MTP_WEIGHT
 from runner.models.adapters import Adapters
+from runner.models.computed_buffers import computed_buffers, with_buffers_alone
 from runner.models.document_mask import mask_rows
 from runner.models.family import BORROWED, Plan, RowInput
 from runner.models.implementations import check_length, class_and_fields, without_implementations
@@ -282,7 +283,7 @@ class Generic:
 
     @cached_property
     def _buffers(self) -> Mapping[str, torch.Tensor]:
-        return dict(_computed_buffers(_with_buffers_alone(lambda: self._whole("cpu"))))
+        return dict(computed_buffers(with_buffers_alone(lambda: self._whole("cpu"))))
 
     def _find_float32_names(self, dtype: torch.dtype) -> frozenset[str]:
         if dtype.itemsize >= torch.float32.itemsize:
@@ -297,7 +298,7 @@ class Generic:
         listed = build_glob_alternation(list(plan))[0].search if plan else lambda name: None
         stored = model.state_dict()
         names = {name for name, tensor in stored.items() if tensor.dtype == torch.float32 or listed(name)}
-        names |= {name for name, buffer in _computed_buffers(model) if buffer.dtype == torch.float32}
+        names |= {name for name, buffer in computed_buffers(model) if buffer.dtype == torch.float32}
         if self._is_tied:  # to a parameter that has its own dtype
             name_of = {regions[0].fqn: name for name, regions in self._regions.items()}
             for owner, replica in self._entry.ties:
@@ -385,30 +386,3 @@ def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:
     modules = [module for module in shape.modules if module not in shape.optional]
     layers = [position for position, module in enumerate(modules) if module.startswith(f"{entry.layers}.")]
     return replace(entry, inputs=tuple(modules[: layers[0]]), outputs=tuple(modules[layers[-1] + 1 :]))
-
-
-def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the buffers that are in no file: models compute them when they are built."""
-    for name, part in model.named_modules():
-        for leaf in part._non_persistent_buffers_set:
-            if (buffer := part._buffers.get(leaf)) is not None:
-                yield f"{name}.{leaf}".lstrip("."), buffer
-        for leaf, value in vars(part).items():
-            if isinstance(value, torch.Tensor):
-                yield f"{name}.{leaf}".lstrip("."), value
-
-
-def _with_buffers_alone(build: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model that is built on the CPU with its buffers computed, and its parameters on the meta device."""
-    register = nn.Module.register_parameter
-
-    def register_empty(part: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(part, name, parameter)
-
-    nn.Module.register_parameter = register_empty  # type: ignore[assignment, method-assign]
-    try:
-        return build()
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -15,8 +15,9 @@ from manifests.errors import UsageError, printable
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_small_file
 from runner.bundle.packed import opened
+from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
-from runner.config.flags import BeforeTraining, Device, parse_training
+from runner.config.flags import Device, parse_training
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import SYNTHETIC
 from runner.preflight.combinations import balance_flags
