@@ -6,9 +6,9 @@
 The first layout of a case is trained with --trace; `reshard plan --from-run` predicts the step of each layout from it,
 and each is trained. On four and eight ranks, which share cores, layers sleep as in `bench/bubble.py`: tensors and their
 transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the result has what the
-search, `plan --gpus 2`, finds first for them. Three of their layouts were that: the third, before a backward in two
-parts was counted as longer than a whole one; the eighth, before gradients that each microbatch adds were; and the ninth
-since, with the tenth close behind.
+search, `plan --gpus 2`, finds first for them. Some of their layouts were that at some time: the third, before a
+backward in two parts was counted as longer than a whole one; the eighth, before what each microbatch takes beside its
+tokens was; the ninth and the tenth since.
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
@@ -94,6 +94,7 @@ CASES = (
         Trial(layout="pp=1", flags=("--dp-shard", "2"), pipeline=1),
         Trial(layout="pp=1", flags=("--tp", "2"), pipeline=1),
         Trial(layout="pp=2,vpp=3", flags=("--schedule", "Interleaved1F1B")),
+        Trial(layout="pp=2,vpp=4", flags=("--schedule", "Interleaved1F1B", "--microbatch", "2")),
         Trial(layout="pp=2,vpp=4", flags=("--schedule", "Interleaved1F1B", "--microbatch", "4")),
         Trial(layout="pp=1", flags=("--dp-replicate", "2", "--microbatch", "4"), pipeline=1),
     )),
