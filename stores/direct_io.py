@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -93,7 +94,10 @@ class OutputFile:
 
 
 class SequentialFile(OutputFile):
-    """One file under construction, written from front to back in blocks of at most `block_nbytes`."""
+    """One file under construction, written from front to back in blocks of at most `block_nbytes`.
+
+    A long part whose sectors are sectors of the file is written from where it is; others are copied into a block.
+    """
 
     def __init__(self, path: Path, nbytes: int, block_nbytes: int) -> None:
         super().__init__(path, nbytes, "direct", is_synced=True)
@@ -102,6 +106,11 @@ class SequentialFile(OutputFile):
     def append(self, part: bytes | memoryview) -> None:
         """Write the next bytes, or keep them until a block is full."""
         part = memoryview(part)
+        if self._is_written_in_place(part):
+            self._write_block()
+            nbytes = len(part) - len(part) % _SECTOR_NBYTES
+            self.write(part, 0, nbytes, self._position)
+            self._position, part = self._position + nbytes, part[nbytes:]
         while part:
             room = self._block[self._filled_nbytes :][: len(part)]
             room[:], part = part[: len(room)], part[len(room) :]
@@ -112,6 +121,12 @@ class SequentialFile(OutputFile):
     def finish(self, header: bytes, *, sync: bool = True) -> None:
         self._write_block()
         super().finish(header, sync=sync)
+
+    def _is_written_in_place(self, part: memoryview) -> bool:
+        if part.readonly or 2 * len(part) < len(self._block):
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(part))
+        return not any(at % _SECTOR_NBYTES for at in (address, self._position + self._filled_nbytes))
 
     def _write_block(self) -> None:
         self.write(self._block, 0, self._filled_nbytes, self._position)

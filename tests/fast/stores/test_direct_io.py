@@ -1,23 +1,41 @@
-"""Files that are written from front to back: parts of any size are joined to blocks."""
+"""Files that are written from front to back: parts of any size are joined to blocks, or written from where they are."""
 
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 
-from stores.direct_io import SequentialFile
+from stores.direct_io import SequentialFile, aligned_buffer
+
+SECTOR_NBYTES = max(4096, mmap.PAGESIZE)
 
 
+@pytest.mark.parametrize("is_aligned", [False, True])
 @pytest.mark.parametrize("block_nbytes", [999, 4096, 3 * 4096])
-@pytest.mark.parametrize("sizes", [(4096, 4096, 8192), (5000, 1, 0, 30000, 4095), (7,)])
+@pytest.mark.parametrize("sizes", [(4096, 4096, 8192), (5000, 1, 0, 30000, 4095), (8192, 30000, 4096, 8192), (7,)])
 def test_appended_parts_follow_each_other_whatever_the_blocks_are(
-    tmp_path: Path, block_nbytes: int, sizes: tuple[int, ...]
+    tmp_path: Path, block_nbytes: int, sizes: tuple[int, ...], is_aligned: bool
 ) -> None:
     parts = [bytes([number]) * size for number, size in enumerate(sizes, 1)]
     file = SequentialFile(tmp_path / "file", sum(sizes), block_nbytes)
     for part in parts:
-        file.append(part)
+        memory = aligned_buffer(len(part) + 1)[: len(part)]
+        memory[:] = part
+        file.append(memory if is_aligned else part)
     file.finish(b"head"[: sizes[0]])
     expected = b"".join(parts)
     assert (tmp_path / "file").read_bytes() == b"head" + expected[4:]
+
+
+def test_long_part_in_whole_sectors_is_written_from_where_it_is(tmp_path: Path) -> None:
+    part = aligned_buffer(2 * SECTOR_NBYTES + 8)
+    part[:] = b"x" * len(part)
+    file = SequentialFile(tmp_path / "file", 3 * SECTOR_NBYTES + 8, 4 * SECTOR_NBYTES)
+    file.append(bytes(SECTOR_NBYTES))
+    file.append(part)
+    in_file = (tmp_path / "file").read_bytes()
+    assert in_file[SECTOR_NBYTES:] == bytes(part[:-8]) + bytes(8)  # its end, less than a sector, is in a block
+    file.finish(b"head")
+    assert (tmp_path / "file").read_bytes()[SECTOR_NBYTES:] == bytes(part)
