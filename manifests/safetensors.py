@@ -14,7 +14,7 @@ from math import prod
 from pathlib import Path
 
 from manifests.digest import digest_pieces, split_digests
-from manifests.errors import ShardError, refused_by_system
+from manifests.errors import ShardError, system_errors
 from manifests.jsontext import parse_json_object
 from manifests.paths import open_regular
 
@@ -109,13 +109,10 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
         InputError: the file cannot be read.
     """
     place = where or str(path)
-    try:
-        with open(path, "rb", opener=open_regular) as file:
-            file_nbytes = os.fstat(file.fileno()).st_size
-            raw_nbytes = header_nbytes(file.read(LENGTH_NBYTES), file_nbytes, place)
-            raw = file.read(raw_nbytes)
-    except OSError as error:
-        raise refused_by_system(place, error, code="store.unreadable") from error
+    with system_errors(place, code="store.unreadable"), open(path, "rb", opener=open_regular) as file:
+        file_nbytes = os.fstat(file.fileno()).st_size
+        raw_nbytes = header_nbytes(file.read(LENGTH_NBYTES), file_nbytes, place)
+        raw = file.read(raw_nbytes)
     if len(raw) != raw_nbytes:
         problem = f"truncated header: expected {raw_nbytes} bytes, found {len(raw)}"
         raise ShardError(place, problem, code="header.not-safetensors")

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from manifests.errors import InputError, ManifestError, OutputError, Parameter, SignatureError, refused_by_system
+from manifests.errors import InputError, ManifestError, OutputError, Parameter, SignatureError, system_errors
 from manifests.index import SIGNATURE_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
@@ -66,10 +66,8 @@ def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, 
         signed, signature = Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME
         signed.write_bytes(read.data)
         signer.sign(signed, signature)
-        try:
+        with system_errors(out, "cannot be written", code="output.unwritable"):
             write_file(out, signature.read_bytes())
-        except OSError as error:
-            raise refused_by_system(str(out), error, "cannot be written", code="output.unwritable") from error
     return out
 
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from manifests.errors import UsageError, refused_by_system
+from manifests.errors import UsageError, system_errors
 from manifests.store import write_file
 from reshard.formatting import list_words
 from stores.folders.probe import check_new_file
@@ -75,7 +75,5 @@ def _form(path: Path) -> Literal["svg", "png"]:
 
 
 def _write(path: Path, data: bytes) -> None:
-    try:
+    with system_errors(path, "cannot be written", code="output.unwritable"):
         write_file(path, data)
-    except OSError as error:
-        raise refused_by_system(str(path), error, "cannot be written", code="output.unwritable") from error

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from manifests.errors import InputError, LaunchError, refused_by_system
+from manifests.errors import InputError, LaunchError, system_errors
 
 _BEAT_S = 5.0
 _STALE_S = 60.0
@@ -98,10 +98,8 @@ def open_locked(path: Path, flags: int) -> int | None:
 @contextlib.contextmanager
 def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
     """Lock something for this process while the block runs; `path` is the lock file, whose folder exists."""
-    try:
+    with system_errors(where, f"{path} cannot be written", code="output.unwritable"):
         descriptor = _acquire(path, _Owner(doing=doing), where, stale_s)
-    except OSError as error:
-        raise refused_by_system(where, error, f"{path} cannot be written", code="output.unwritable") from error
     ended = threading.Event()
     toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="lock heartbeat", daemon=True)
     toucher.start()

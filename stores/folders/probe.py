@@ -16,7 +16,7 @@ from pathlib import Path
 from manifests.command.console import STDOUT, check_open
 from manifests.command.sizes import show_bytes
 from manifests.digest import PREFIX, digest_bytes
-from manifests.errors import InputError, OutputError, Parameter, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, refused_by_system, system_errors
 from manifests.store import write_file
 from stores.folders.lock import birth_of, pid_namespace
 
@@ -78,10 +78,8 @@ def check_new_file(path: Path, flag: str, *, force: bool) -> None:
 def check_stdout() -> None:
     """Check that a result can probably be printed later."""
     check_open()
-    try:
+    with system_errors(STDOUT, "cannot be written", code="output.unwritable"):
         mode, disk = os.fstat(1).st_mode, os.fstatvfs(1)
-    except OSError as error:
-        raise refused_by_system(STDOUT, error, "cannot be written", code="output.unwritable") from error
     if stat.S_ISREG(mode) and disk.f_blocks and not disk.f_bavail:
         raise OutputError(
             STDOUT, "the disk of the output file is full", "redirect to another one", code="output.disk-full"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import InputError, OutputError, Parameter, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, refused_by_system, system_errors
 from manifests.store import sync_folder, write_file
 from stores.folders.lock import open_locked
 from stores.folders.owned import (
@@ -196,11 +196,9 @@ def partial_of(out: Path) -> Path:
 
 
 def _make(folder: Path, out: Path) -> None:
-    try:
+    with system_errors(out, "cannot be created", code="output.unwritable"):
         out.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise refused_by_system(str(out), error, "cannot be created", code="output.unwritable") from error
 
 
 def _lock(folder: Path, out: Path) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from manifests.errors import InputError, OutputError, Parameter, StoreError, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, StoreError, system_errors
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
 from stores.address import OBJECT_SCHEMES, SCHEME, place_of, split_url
@@ -331,10 +331,8 @@ def open_writable(url: str) -> ObstoreClient:
         hint = f"give a folder as {Parameter('out')}, then hf upload REPO FOLDER"
         raise OutputError(url, "writing to the hub is not supported", hint, code="output.unwritable")
     if split_url(url)[0] == "file":
-        try:
+        with system_errors(url, "cannot be written", code="output.unwritable"):
             Path(place_of(url)).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise refused_by_system(url, error, "cannot be written", code="output.unwritable") from error
     return open_client(url)
 
 
