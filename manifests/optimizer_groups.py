@@ -118,14 +118,13 @@ def _groups_in(file: Path, defaults: GroupDefaults) -> Iterator[ParameterGroup]:
     try:
         document = tomllib.loads(read_small_file(file, most_nbytes=_MOST_NBYTES).decode())
     except (ValueError, RecursionError) as error:
-        raise UsageError(where, f"is not TOML: {error}", code="options.optimizer-file") from error
+        raise _invalid(where, f"is not TOML: {error}") from error
     tables = document.get("group")
     is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
     if not tables or not is_list or document.keys() != {"group"}:
-        raise UsageError(where, "expected [[group]] tables and nothing else", code="options.optimizer-file")
+        raise _invalid(where, "expected [[group]] tables and nothing else")
     if sum(not table.get("patterns") for table in tables) > 1:
-        problem = "expected patterns in all groups but one, which has all other parameters"
-        raise UsageError(where, problem, code="options.optimizer-file")
+        raise _invalid(where, "expected patterns in all groups but one, which has all other parameters")
     for number, table in enumerate(tables):
         yield _group(defaults, table, f"{where}: group {number}")
 
@@ -137,17 +136,17 @@ def _group(defaults: GroupDefaults, table: Mapping[str, Any], where: str) -> Par
     if not isinstance(algorithm, str) or not (algorithm in PRESETS.values() or "." in algorithm):
         presets = ", ".join(PRESETS)
         problem = f"expected {presets} or a class by its dotted name as the algorithm, found {str(algorithm)[:80]!r}"
-        raise UsageError(where, problem, code="options.optimizer-file")
+        raise _invalid(where, problem)
     options = {key: value for key, value in table.items() if key not in _OF_GROUP}
     if "lr" in options:
-        raise UsageError(f"{where}: lr", "is not supported", _RATE, code="options.optimizer-file")
+        raise _invalid(f"{where}: lr", "is not supported", _RATE)
     if not isinstance(options.get(ELEMENTWISE, False), bool):
-        raise UsageError(f"{where}: {ELEMENTWISE}", "expected true or false", code="options.optimizer-file")
+        raise _invalid(f"{where}: {ELEMENTWISE}", "expected true or false")
     beta1 = beta2 = eps = 0.0
     if algorithm in ADAMS:
         betas = options.pop("betas", [defaults.beta1, defaults.beta2])
         if not isinstance(betas, list) or len(betas) != 2:
-            raise UsageError(f"{where}: betas", "expected two numbers", code="options.optimizer-file")
+            raise _invalid(f"{where}: betas", "expected two numbers")
         beta1, beta2 = (_number(beta, f"{where}: betas", below=1.0) for beta in betas)
         eps = _number(options.pop("eps", defaults.eps), f"{where}: eps")
     if algorithm in MOMENTUM:
@@ -155,15 +154,13 @@ def _group(defaults: GroupDefaults, table: Mapping[str, Any], where: str) -> Par
     decay = table.get("weight_decay", 0.0 if "." in algorithm else defaults.weight_decay)
     patterns, clip, factor = table.get("patterns", ()), table.get("clip", True), table.get("rate_factor")
     if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise UsageError(f"{where}: patterns", "expected a list of strings", code="options.optimizer-file")
+        raise _invalid(f"{where}: patterns", "expected a list of strings")
     if not isinstance(clip, bool):
-        raise UsageError(f"{where}: clip", "expected true or false", code="options.optimizer-file")
+        raise _invalid(f"{where}: clip", "expected true or false")
     try:
         texts = [AlgorithmOption(name=name, value=json.dumps(options[name])) for name in sorted(options)]
     except TypeError as error:  # a date
-        raise UsageError(
-            where, f"a checkpoint cannot have this argument: {error}", code="options.optimizer-file"
-        ) from error
+        raise _invalid(where, f"a checkpoint cannot have this argument: {error}") from error
     return ParameterGroup(
         beta1=beta1,
         beta2=beta2,
@@ -180,9 +177,12 @@ def _group(defaults: GroupDefaults, table: Mapping[str, Any], where: str) -> Par
 def _number(value: object, where: str, below: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
         limit = "" if below == math.inf else f" and < {below:g}"
-        problem = f"expected a number >= 0{limit}, found {str(value)[:80]!r}"
-        raise UsageError(where, problem, code="options.optimizer-file")
+        raise _invalid(where, f"expected a number >= 0{limit}, found {str(value)[:80]!r}")
     return float(value)
+
+
+def _invalid(where: str, problem: str, hint: str = "") -> UsageError:
+    return UsageError(where, problem, hint, code="options.optimizer-file")
 
 
 def _check_patterns(groups: Sequence[ParameterGroup], shape: ModelShape, where: str) -> None:

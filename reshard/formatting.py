@@ -61,6 +61,12 @@ def nearest_word(word: str, candidates: Iterable[str]) -> str:
     return next(iter(difflib.get_close_matches(word[:WIDTH], list(candidates), n=1)), "")
 
 
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return the hint of an error about an unknown word: the most similar candidate, or nothing if none is similar."""
+    nearest = nearest_word(word, candidates)
+    return f"did you mean {nearest}?" if nearest else ""
+
+
 def list_words(words: Iterable[object], conjunction: str = "or") -> str:
     """Join words as in a sentence: `8, 16 or 32`."""
     *head, last = map(str, words)

@@ -26,7 +26,7 @@ from reshard.formats import table
 from reshard.formats.delta.chain import ChainAt, split_version
 from reshard.formats.megatron.names import find_iteration
 from reshard.formats.table import Format, OpenOptions
-from reshard.formatting import list_words, nearest_word
+from reshard.formatting import did_you_mean, list_words
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.source_index import SourceRecord
 from stores.address import is_url
@@ -204,8 +204,7 @@ def read_model_file(path: Path) -> ModelDescription:
     document = _load(path)
     for key in document:
         if key not in _KEYS:
-            nearest = nearest_word(key, _KEYS)
-            hint = f"did you mean {nearest}?" if nearest else f"known keys: {list_words(_KEYS, 'and')}"
+            hint = did_you_mean(key, _KEYS) or f"known keys: {list_words(_KEYS, 'and')}"
             raise ModelError(f"{path}: {key}", "unknown key", hint, code="model.unknown-key")
     for key in _REQUIRED:
         if key not in document:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from manifests.command.sizes import parse_size
 from manifests.errors import LayoutError, Parameter
 from manifests.placement import Placement
-from reshard.formatting import list_words, nearest_word, shorten
+from reshard.formatting import did_you_mean, list_words, shorten
 from reshard.layouts.degrees import DEGREES, Degrees, Options, Word, layout_of, read_words
 from reshard.layouts.items import pin_windows
 from reshard.layouts.model import Inventory, ModuleCosts, NameProblem, Names, Request, StageLayout, error_at
@@ -83,9 +83,7 @@ def _read_options(request: Request, words: tuple[Word, ...]) -> tuple[Options, D
 def _costs(request: Request) -> tuple[float, ...]:
     method, _, name = request.spec.partition(",")[0].partition(":")
     if (name := name.strip()) not in COSTS:
-        nearest = nearest_word(name, COSTS)
-        hint = f"did you mean {nearest}?" if nearest else ""
-        problem = f"expected {list_words(COSTS)}, found {shorten(name)!r}"
+        problem, hint = f"expected {list_words(COSTS)}, found {shorten(name)!r}", did_you_mean(name, COSTS)
         raise error_at(request.spec, len(method) + 1, problem, hint, code="layout.unknown-cost")
     return _cost_of_each(request, name, f"balance:{name}")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from manifests.errors import InputError, LayoutError, Parameter, UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules.rules import SINGLE_STAGE_SCHEDULES
-from reshard.formatting import counted, list_words, nearest_word, shorten
+from reshard.formatting import counted, did_you_mean, list_words, shorten
 from reshard.layouts.model import MAX_STAGES, SCHEDULES, Request, StageLayout, cut_modules, error_at
 
 MOST_COUNT = 100_000  # of stages, ranks or layers: more than any pipeline has
@@ -89,7 +89,7 @@ class Options:
         raise self.error(
             key,
             f"expected {list_words(choices)}, found {shorten(text)!r}",
-            _did_you_mean(text, choices),
+            did_you_mean(text, choices),
             code="layout.bad-option",
         )
 
@@ -104,7 +104,7 @@ class Options:
                 code="layout.bad-option",
             )
         if word.key not in choices:
-            hint = _did_you_mean(word.key, choices) or f"known keys: {list_words(choices, 'and')}"
+            hint = did_you_mean(word.key, choices) or f"known keys: {list_words(choices, 'and')}"
             if flag := _FLAGS.get(word.key):
                 hint = f"{flag} is a flag of reshard plan, and of training: runner launch MANIFEST -- {flag} …"
             raise error_at(spec, word.position, f"unknown key {shorten(word.key)!r}", hint, code="layout.unknown-key")
@@ -243,8 +243,3 @@ def _indent(text: str) -> int:
 
 
 _FLAGS = {"tp": "--tp", "cp": "--cp", "ep": "--ep", "dp": "--dp-replicate", "fsdp": "--dp-shard"}
-
-
-def _did_you_mean(word: str, choices: Collection[str]) -> str:
-    nearest = nearest_word(word, choices)
-    return f"did you mean {nearest}?" if nearest else ""

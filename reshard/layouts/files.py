@@ -11,7 +11,7 @@ from pathlib import Path
 from manifests.errors import InputError, LayoutError, UsageError
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.store import write_file
-from reshard.formatting import in_one_line, list_words, nearest_word
+from reshard.formatting import did_you_mean, in_one_line, list_words
 from reshard.layouts.degrees import Degrees, agreed_ranks, layout_of
 from reshard.layouts.model import (
     MAX_STAGES,
@@ -96,8 +96,7 @@ def _load(file: Path, path: str) -> Mapping[str, object]:
     document = _parse(data, path)
     for key in document:
         if key not in FILE_KEYS:
-            nearest = nearest_word(key, FILE_KEYS)
-            hint = f"did you mean {nearest}?" if nearest else f"known keys: {list_words(FILE_KEYS, 'and')}"
+            hint = did_you_mean(key, FILE_KEYS) or f"known keys: {list_words(FILE_KEYS, 'and')}"
             raise LayoutError(f"{path}: {key}", "unknown key", hint, code="layout.unknown-key")
     return document
 
@@ -120,31 +119,24 @@ def _stages(stages: object, path: str) -> list[list[str]]:
     if not isinstance(stages, list) or not stages:
         shown = "nothing" if stages is None else "an empty list" if stages == [] else kind_of(stages)
         hint = 'write one list per stage: [["embed_tokens", "layers.0-7"], [..., "lm_head"]]'
-        raise LayoutError(
-            f"{path}: stages",
-            f"expected a list of lists of module names, found {shown}",
-            hint,
-            code="layout.invalid-field",
-        )
+        raise _invalid(f"{path}: stages", f"expected a list of lists of module names, found {shown}", hint)
     if len(stages) > MAX_STAGES:
         raise LayoutError(
             f"{path}: stages", f"expected at most {MAX_STAGES}, found {len(stages)}", code="layout.too-many-stages"
         )
     for index, stage in enumerate(stages):
         if not isinstance(stage, list):
-            problem = f"expected a list of module names, found {kind_of(stage)}"
-            raise LayoutError(f"{path}: stages[{index}]", problem, code="layout.invalid-field")
+            raise _invalid(f"{path}: stages[{index}]", f"expected a list of module names, found {kind_of(stage)}")
         for place, name in enumerate(stage):
             if not isinstance(name, str):
-                problem = f"expected a module name, found {kind_of(name)}"
-                raise LayoutError(f"{path}: stages[{index}][{place}]", problem, code="layout.invalid-field")
+                raise _invalid(f"{path}: stages[{index}][{place}]", f"expected a module name, found {kind_of(name)}")
     return stages
 
 
 def _spec(value: object, path: str) -> str:
     if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_SPEC:
         problem = f"expected at most {_MOST_SPEC} printable characters, found {_shown(value)}"
-        raise LayoutError(f"{path}: spec", problem, code="layout.invalid-field")
+        raise _invalid(f"{path}: spec", problem)
     return value
 
 
@@ -152,8 +144,7 @@ def _num_ranks(value: object, path: str) -> int | None:
     if value is None:
         return None
     if type(value) is not int or not 1 <= value <= MAX_STAGES:
-        problem = f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(value)}"
-        raise LayoutError(f"{path}: num_ranks", problem, code="layout.invalid-field")
+        raise _invalid(f"{path}: num_ranks", f"expected a whole number from 1 to {MAX_STAGES}, found {_shown(value)}")
     return value
 
 
@@ -166,9 +157,11 @@ def _word(
     for word in choices:
         if isinstance(value, str) and value.lower() == word.lower():
             return word
-    raise LayoutError(
-        f"{path}: {key}", f"expected {list_words(choices)}, found {_shown(value)}", code="layout.invalid-field"
-    )
+    raise _invalid(f"{path}: {key}", f"expected {list_words(choices)}, found {_shown(value)}")
+
+
+def _invalid(where: str, problem: str, hint: str = "") -> LayoutError:
+    return LayoutError(where, problem, hint, code="layout.invalid-field")
 
 
 def _shown(value: object) -> str:

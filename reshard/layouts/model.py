@@ -14,7 +14,7 @@ from manifests.brief import brief
 from manifests.errors import LayoutError, UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules import rules
-from reshard.formatting import WIDTH, in_one_line, nearest_word, shorten
+from reshard.formatting import WIDTH, did_you_mean, in_one_line, shorten
 
 MAX_STAGES = 4096
 
@@ -249,8 +249,7 @@ class Names:
         if number.isdecimal() and f"{prefix}.0" in self.positions:
             hint = f"the last layer is {self.inventory.modules[self.inventory.layers_stop - 1]}"
         else:
-            nearest = nearest_word(name, self.positions)
-            hint = f"did you mean {nearest}?" if nearest else self._all_names()
+            hint = did_you_mean(name, self.positions) or self._all_names()
         return NameProblem(f"{shorten(name)!r} is not a module of this model", hint)
 
     def _all_names(self) -> str:

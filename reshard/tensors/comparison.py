@@ -13,7 +13,7 @@ from manifests.errors import InputError, Parameter, SourceError, UserError
 from manifests.models import ModelShape, StoredTensors, module_of
 from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME
-from reshard.formatting import count_of, nearest_word, some
+from reshard.formatting import count_of, did_you_mean, some
 from stores.bundles import TensorAt
 
 _Expected = TypeVar("_Expected")
@@ -131,8 +131,8 @@ def drop_tensors(
         name = dropped if dropped in tensors else stored.get(dropped)
         matches = [name] if name else [below for below in tensors if below.startswith(f"{dropped}.")]
         if not matches:
-            close = nearest_word(dropped, sorted({below.rpartition(".")[0] for below in tensors}))
-            problem, hint = f"the source has no tensor or module {dropped!r}", f"did you mean {close}?" if close else ""
+            problem = f"the source has no tensor or module {dropped!r}"
+            hint = did_you_mean(dropped, sorted({below.rpartition(".")[0] for below in tensors}))
             raise InputError(Parameter("drop"), problem, hint, code="options.unknown-drop")
         for match in matches:
             del tensors[match]

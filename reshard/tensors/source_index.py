@@ -78,24 +78,16 @@ def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
     document = parse_json_object(text, where)
     version = document.get("version")
     if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
-        raise ManifestError(
-            where, f"expected format {_FORMAT!r}, version {_VERSION}", code="manifest.bad-source-record"
-        )
+        raise _bad_record(where, f"expected format {_FORMAT!r}, version {_VERSION}")
     if unknown := sorted(document.keys() - _FIELDS):
-        raise ManifestError(
-            f"{where}: {unknown[0]}", f"unknown field in version {_VERSION}", code="manifest.bad-source-record"
-        )
+        raise _bad_record(f"{where}: {unknown[0]}", f"unknown field in version {_VERSION}")
     shards, index, dropped = document.get("shards"), document.get("index"), document.get("dropped")
     if not isinstance(shards, list) or not all(_is_shard(shard) for shard in shards):
-        raise ManifestError(
-            f"{where}: shards",
-            "expected a list of objects with name and header, both strings",
-            code="manifest.bad-source-record",
-        )
+        raise _bad_record(f"{where}: shards", "expected a list of objects with name and header, both strings")
     if "index" not in document or not (index is None or isinstance(index, str)):
-        raise ManifestError(f"{where}: index", "expected a string or null", code="manifest.bad-source-record")
+        raise _bad_record(f"{where}: index", "expected a string or null")
     if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
-        raise ManifestError(f"{where}: dropped", "expected a list of strings", code="manifest.bad-source-record")
+        raise _bad_record(f"{where}: dropped", "expected a list of strings")
     record = SourceRecord(
         shards=tuple(RecordedShard(shard["name"], shard["header"].encode()) for shard in shards),
         index=None if index is None else index.encode(),
@@ -162,20 +154,20 @@ def _check_names(record: SourceRecord, where: str) -> None:
     for position, shard in enumerate(record.shards):
         place = f"{where}: shards[{position}]"
         if problem := problem_with_path(shard.name):
-            raise ManifestError(f"{place}.name", problem, code="manifest.bad-source-record")
+            raise _bad_record(f"{place}.name", problem)
         if not shard.name.endswith(SUFFIX) or shard.name in names:
-            raise ManifestError(
-                f"{place}.name",
-                f"expected a unique {SUFFIX} file name, found {shard.name!r}",
-                code="manifest.bad-source-record",
-            )
+            raise _bad_record(f"{place}.name", f"expected a unique {SUFFIX} file name, found {shard.name!r}")
         names.add(shard.name)
         for name in shard.header.names:
             if name in tensors:
-                raise ManifestError(f"{place}.header: {name!r}", "is in two shards", code="manifest.bad-source-record")
+                raise _bad_record(f"{place}.header: {name!r}", "is in two shards")
             tensors.add(name)
     if unknown := sorted(set(record.dropped) - tensors):
-        raise ManifestError(f"{where}: dropped", f"{unknown[0]!r} is in no shard", code="manifest.bad-source-record")
+        raise _bad_record(f"{where}: dropped", f"{unknown[0]!r} is in no shard")
+
+
+def _bad_record(where: str, problem: str) -> ManifestError:
+    return ManifestError(where, problem, code="manifest.bad-source-record")
 
 
 def _is_shard(value: object) -> bool:
