@@ -28,9 +28,7 @@ _GROUPS = {
     help="What an adapter is multiplied by: one for each, in order.",
 )  # fmt: skip
 @options.force
-@options.io
-@options.sync
-@options.parallelism_flags
+@options.writing_flags
 @options.as_json
 @options.quiet
 def merge(

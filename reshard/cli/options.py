@@ -103,15 +103,6 @@ model = click.option(
     help="TOML file that names the modules of an unknown architecture; see docs/own-models.md.",
 )  # fmt: skip
 manifest = click.argument("manifest", type=click.Path(), metavar="MANIFEST")
-io = click.option(
-    "--io",
-    type=click.Choice(["direct", "buffered"]),
-    default="direct",
-    help="Bypass the page cache where the file system allows it (O_DIRECT), or write through it.",
-)
-sync = click.option(
-    "--sync/--no-sync", default=True, help="Flush the output to disk (fsync), or leave that to the kernel."
-)
 layout = click.option(
     "--layout", type=click.Path(), metavar="SPEC", show_default="a manifest's own",
     help="pp=N[,vpp=K], a Megatron string, balance:COST,pp=N, or a .toml or .json file of "
@@ -145,6 +136,17 @@ _CONVERSION = (
     ),
     click.option("--merge-slices", is_flag=True, help="Merge tensors that several ranks stored in slices."),
 )  # fmt: skip
+_WRITING = (
+    click.option(
+        "--io",
+        type=click.Choice(["direct", "buffered"]),
+        default="direct",
+        help="Bypass the page cache where the file system allows it (O_DIRECT), or write through it.",
+    ),
+    click.option(
+        "--sync/--no-sync", default=True, help="Flush the output to disk (fsync), or leave that to the kernel."
+    ),
+)
 _PARALLELISM = (
     click.option(
         "--threads", "num_threads", type=WholeNumber(min=1, most=256), metavar="N", show_default="by number of cores",
@@ -279,6 +281,11 @@ def conversion_flags(command: Command) -> Command:
 def parallelism_flags(command: Command) -> Command:
     """Add the flags of threads and requests, which the command receives as `parallelism`, a Parallelism."""
     return as_object_of(command, "parallelism", "reshard.copy.parallelism.Parallelism", _PARALLELISM)
+
+
+def writing_flags(command: Command) -> Command:
+    """Add the flags of how an output is written, and those of threads and requests."""
+    return with_flags(parallelism_flags(command), _WRITING)
 
 
 def training_flags(command: Command) -> Command:

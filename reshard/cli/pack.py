@@ -148,15 +148,16 @@ def command_line() -> tuple[str, ...]:
     return tuple(arguments)
 
 
+_BYTES, _REMOTE = ("io", "sync", "num_threads"), ("num_streams", "memory_nbytes")
 _GROUPS = {
     "What and where": (
         "layout", "out", "pp", "force", "dry_run", "stages", "virtual", "drop", "model",
         "verify_source", "as_json", "quiet",
     ),
     "Bytes": (
-        "init", "dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", "io", "sync", "num_threads",
+        "init", "dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", *_BYTES,
     ),
-    "Remote": ("num_streams", "memory_nbytes"),
+    "Remote": _REMOTE,
     "Clusters": (
         "part", "num_parts", "scheduler", "image", "mounts", "partition", "account", "time", "sbatch_arg",
     ),
@@ -165,8 +166,7 @@ _EXPORT_GROUPS = {
     "What and where": (
         "to", "out", "names", "dtype", "quantize", "weights_only", "weights", "tied_key", "force", "as_json", "quiet",
     ),
-    "Bytes": ("io", "sync", "num_threads"),
-    "Remote": ("num_streams", "memory_nbytes"),
+    "Bytes": _BYTES, "Remote": _REMOTE,
 }  # fmt: skip
 
 
@@ -187,9 +187,7 @@ _EXPORT_GROUPS = {
 )
 @options.max_shard_size
 @options.force
-@options.io
-@options.sync
-@options.parallelism_flags
+@options.writing_flags
 @_division_flags
 @click.option(
     "--verify-source",
@@ -314,9 +312,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
     help="Quantize weights that pack --dequantize made plain, as the source has them: float8 blocks or MXFP4.",
 )
 @options.force
-@options.io
-@options.sync
-@options.parallelism_flags
+@options.writing_flags
 @options.as_json
 @options.quiet
 def export(
