@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -17,26 +18,29 @@ from typing import cast, get_args
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError, Parameter, SourceError, check_choice
-from manifests.index import INDEX_NAME
+from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
 from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
 from manifests.models.config import CONFIG_NAME
+from manifests.paths import root_shard_path
+from manifests.safetensors import layout_tensors
 from manifests.store import read_small_file
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.runs import Progress, counting
-from reshard.delta.difference import compare_states, delta_shards
+from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
-from reshard.formats.delta.codec import check_packages
+from reshard.formats.delta.codec import Encoder, check_packages
 from reshard.formats.delta.read import check_state, open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
-from reshard.plans.pack_plan import OutputShard, lay_out_root
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_root
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
+from reshard.tensors.lazy import read_blocks
+from reshard.tensors.source_index import new_header_text
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint
 from reshard.transforms.quantize import forget_source
 from stores.address import is_url
@@ -44,10 +48,12 @@ from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.folders.lock import locking
 from stores.folders.publish import writing_to
-from stores.local import LocalFolder
+from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_store
+from stores.workers import Take, share_out
 
 _SPOOL_NAME = ".publish.spool"
+_LEAST_NBYTES = MAX_SHARD_NBYTES // 100_000  # that a tensor counts as: the header of a shard has a limit, too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +209,7 @@ class _Publisher:
         pairs = [(old.tensors[name], tensor) for name, tensor in new.tensors.items()]
         unread = [(a, b) for a, b in pairs if a.blake3 is None or b.blake3 is None or a.blake3 != b.blake3]
         counter = counting(progress, sum(2 * tensor.nbytes for _, tensor in unread))
-        differences = compare_states(unread, spool, self.parallelism, counter)
+        differences = _compare_states(unread, spool, self.parallelism, counter)
         before = [differences[a.name].old if a.name in differences else a for a, _ in pairs]
         after = [differences[b.name].new if b.name in differences else b for _, b in pairs]
         base_state, state = state_digest(before), state_digest(after)
@@ -228,7 +234,7 @@ class _Publisher:
             return replace(
                 result, location=str(chain), number=head.number, base=head.base, state=head.state, is_new=False
             )
-        shards = delta_shards(changed)
+        shards = _delta_shards(changed)
         copied = [item for item in auxiliary if present.get(item.path) != digests[item.path]]
         with self._target(shards, copied) as target:
             copy_files(copied, target)
@@ -246,6 +252,68 @@ class _Publisher:
         # In a bucket, `force` takes the place of a publisher that was killed; a version that exists is never replaced.
         force = is_url(self.place)
         return open_target(self.place, shards, force=force, find_owned=_files_of, wanted=wanted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Difference:
+    """Both states of a tensor, with digests, and the compressed difference, unless they are equal."""
+
+    old: TensorAt
+    new: TensorAt
+    stored: TensorAt | None
+    num_changed: int
+
+
+def _compare_states(
+    pairs: Sequence[tuple[TensorAt, TensorAt]],
+    spool: Path,
+    parallelism: Parallelism,
+    progress: ByteCounter,
+) -> dict[str, _Difference]:
+    """Read both states of tensors, in several threads, and spool the differences; return them in that order."""
+    differences: dict[str, _Difference] = {}
+
+    def compare(take: Take[tuple[TensorAt, TensorAt]], stop: threading.Event) -> None:
+        path = spool / f"{threading.get_ident()}.zst"
+        with open(path, "ab") as file:
+            while not stop.is_set() and (pair := take()) is not None:
+                old, new = pair
+                begin, encoder = file.tell(), Encoder(new.nbytes, file.write)
+                blocks = (read_blocks(replace(tensor, blake3=None)) for tensor in pair)  # the encoder hashes them
+                for before, after in zip(*blocks, strict=True):
+                    if stop.is_set():
+                        return
+                    encoder.add(before, after)
+                    progress(len(before) + len(after))
+                digests = encoder.finish()
+                for tensor, digest in zip(pair, digests, strict=True):
+                    check_digest(tensor, digest.hex())
+                nbytes = file.tell() - begin
+                differences[new.name] = _Difference(
+                    old=replace(old, blake3=digests[0]),
+                    new=replace(new, blake3=digests[1]),
+                    stored=TensorAt(new.name, "U8", (nbytes,), LocalFile(path, may_change=True), begin, nbytes)
+                    if nbytes
+                    else None,
+                    num_changed=encoder.num_changed,
+                )
+
+    share_out(pairs, compare, parallelism.threads_for(len(pairs)))
+    return {new.name: differences[new.name] for _, new in pairs}
+
+
+def _delta_shards(differences: Sequence[_Difference]) -> list[OutputShard]:
+    digests = {difference.new.name: difference.new.digest or "" for difference in differences}
+    stored = [difference.stored for difference in differences if difference.stored is not None]
+    runs = split_by_size(stored, lambda tensor: max(tensor.nbytes, _LEAST_NBYTES), MAX_SHARD_NBYTES)
+    shards = []
+    for at, run in enumerate(runs):
+        entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in run)
+        text = new_header_text(entries, {tensor.name: digests[tensor.name] for tensor in run})
+        given = GivenHeader.of(text, entries)
+        path = root_shard_path(at, len(runs))
+        shards.append(OutputShard(path=path, origins=tuple(run), header_nbytes=len(given.header), given=given))
+    return shards
 
 
 def _files_of(folder: Path) -> Collection[str] | None:
