@@ -204,7 +204,7 @@ def _search(
     """Search for layouts; flags of degrees on the command line are what all of them must have."""
     from manifests.errors import Parameter, UsageError
     from manifests.schedules.rules import schedule_named
-    from reshard.estimate.hardware import hardware_in, read_hardware
+    from reshard.estimate.module_seconds import hardware_in, read_hardware
     from reshard.search.candidates import SearchRequest
     from reshard.search.search import find_layouts
 

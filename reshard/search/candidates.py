@@ -19,7 +19,7 @@ from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
 from manifests.schedules.rules import ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
-from reshard.estimate.hardware import Hardware
+from reshard.estimate.module_seconds import Hardware
 from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
 from reshard.layouts.spelling import parse_layout
 

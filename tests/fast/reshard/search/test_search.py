@@ -21,7 +21,7 @@ from manifests.placement import Placement
 from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schedules.tables import schedule_table
 from reshard.estimate.assumptions import Assumptions
-from reshard.estimate.hardware import HARDWARE
+from reshard.estimate.module_seconds import HARDWARE
 from reshard.packing.plan import plan as plan_layout
 from reshard.report.search_table import launch_command, pack_command
 from reshard.search.candidates import SearchRequest
