@@ -253,11 +253,6 @@ _SEARCH = (
 )  # fmt: skip
 
 
-def search_flags(command: Command) -> Command:
-    """Add the flags of a search for layouts, which the command receives as `search`: None without --gpus."""
-    return as_object_of(command, "search", "builtins.dict", _SEARCH)
-
-
 def layout_flags(command: Command) -> Command:
     """Add the flags of a layout, which only a manifest as SOURCE does without."""
 
@@ -271,26 +266,6 @@ def layout_flags(command: Command) -> Command:
         return command(source=source, layout=layout, **others)
 
     return with_flags(checked, (layout, ranks))
-
-
-def conversion_flags(command: Command) -> Command:
-    """Add the flags that convert tensors, which the command receives as `conversion`, a Conversion."""
-    return as_object_of(command, "conversion", "reshard.transforms.conversion.Conversion", _CONVERSION)
-
-
-def parallelism_flags(command: Command) -> Command:
-    """Add the flags of threads and requests, which the command receives as `parallelism`, a Parallelism."""
-    return as_object_of(command, "parallelism", "reshard.copy.parallelism.Parallelism", _PARALLELISM)
-
-
-def writing_flags(command: Command) -> Command:
-    """Add the flags of how an output is written, and those of threads and requests."""
-    return with_flags(parallelism_flags(command), _WRITING)
-
-
-def training_flags(command: Command) -> Command:
-    """Add the flags of the assumed training step, which the command receives as `assumed`, Assumptions."""
-    return as_object_of(command, "assumed", "reshard.estimate.assumptions.Assumptions", _TRAINING)
 
 
 def as_object_of(command: Command, name: str, kind: str, flags: Sequence[Callable[[Command], Command]]) -> Command:
@@ -309,6 +284,21 @@ def as_object_of(command: Command, name: str, kind: str, flags: Sequence[Callabl
     wrapped = with_flags(gathered, flags)
     options: list[click.Parameter] = wrapped.__click_params__[before:]  # type: ignore[attr-defined]  # click's
     return wrapped
+
+
+conversion_flags = partial(
+    as_object_of, name="conversion", kind="reshard.transforms.conversion.Conversion", flags=_CONVERSION
+)
+parallelism_flags = partial(
+    as_object_of, name="parallelism", kind="reshard.copy.parallelism.Parallelism", flags=_PARALLELISM
+)
+training_flags = partial(as_object_of, name="assumed", kind="reshard.estimate.assumptions.Assumptions", flags=_TRAINING)
+search_flags = partial(as_object_of, name="search", kind="builtins.dict", flags=_SEARCH)
+
+
+def writing_flags(command: Command) -> Command:
+    """Add the flags of how an output is written, and those of threads and requests."""
+    return with_flags(parallelism_flags(command), _WRITING)
 
 
 def _recompute(ac: str) -> Recompute:

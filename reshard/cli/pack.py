@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -123,9 +124,7 @@ class Division:
         click.echo(json.dumps(document) if as_json else text)
 
 
-def _division_flags(command: options.Command) -> options.Command:
-    """Add the flags that divide a pack, which the command receives as `division`, a Division."""
-    return options.as_object_of(command, "division", f"{__name__}.Division", _DIVISION_FLAGS)
+_division_flags = partial(options.as_object_of, name="division", kind=f"{__name__}.Division", flags=_DIVISION_FLAGS)
 
 
 def command_line() -> tuple[str, ...]:

@@ -288,11 +288,8 @@ def record_export(out: Path, folder: Path, names: Iterable[str], *, is_published
     """Record the files of `folder`, which becomes `out`; until it is published, those of the earlier `out` as well."""
     files = {name: _state_of_file(folder / name) for name in sorted(names)}
     earlier = [] if is_published else [files for files in _recorded_files(out) if _describes(files, out)]
-    write_file(_record_path(out), _encoded([files, *earlier]))
-
-
-def _encoded(exports: Sequence[_Files]) -> bytes:
-    return json.dumps({"format": _FORMAT, "version": 1, "exports": exports}, indent=1).encode()
+    record = {"format": _FORMAT, "version": 1, "exports": [files, *earlier]}
+    write_file(_record_path(out), json.dumps(record, indent=1).encode())
 
 
 def _decoded(data: bytes, where: str) -> list[_Files]:

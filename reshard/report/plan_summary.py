@@ -10,7 +10,6 @@ from manifests.command.console import table
 from manifests.command.sizes import show_bytes
 from manifests.models.memory import Memory
 from manifests.schedules.simulation import Timeline
-from manifests.schema import TieGroup
 from reshard.estimate.assumptions import Assumptions
 from reshard.estimate.training_estimate import Forecast, imbalance
 from reshard.formats.open import CONFIG_ONLY
@@ -110,7 +109,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             "work": "estimated" if planned.shape.is_estimated else "exact",
             "stored_dtypes": dtypes_assumed(planned).split(", ") if dtypes_assumed(planned) else None,
         },
-        "ties": [_tie_json(tie) for tie in plan.ties],
+        "ties": [asdict(tie) for tie in plan.ties],
         "read_nbytes": traffic.read_nbytes,
         "write_nbytes": traffic.write_nbytes,
     }
@@ -242,11 +241,6 @@ def _fit_json(planned: PlanResult) -> dict[str, Any] | None:
     forecast = planned.forecast
     fit = smallest_fit(planned) if forecast.step is not None and forecast.ranks_over_limit else None
     return None if fit is None else {"changes": list(fit.changes), "num_ranks": fit.num_ranks}
-
-
-def _tie_json(tie: TieGroup) -> dict[str, Any]:
-    owner, *replicas = ({"fqn": member.fqn, "stage": member.stage} for member in tie.members)
-    return {"owner": owner, "replicas": replicas}
 
 
 def layout_json(layout: StageLayout) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def _read_index(folder: Folder, kind: _Format, findings: Findings) -> Mapping[st
     except UserError as error:
         findings.add_error(error)
         return None
-    if not index.has_metadata:
+    if index.metadata is None:
         findings.add(
             file,
             "has no metadata, and transformers reads it of every index",

@@ -28,10 +28,6 @@ class ShardIndex:
     metadata: object = None
 
     @property
-    def has_metadata(self) -> bool:
-        return self.metadata is not None
-
-    @property
     def total_size(self) -> object:
         return self.metadata.get("total_size") if isinstance(self.metadata, dict) else None
 

@@ -16,6 +16,10 @@ from stores.base import Folder, read_range
 from stores.open import open_below
 
 COMMON_NAME = "common.pt"
+MARK = {  # what the file that Megatron-Core writes last says
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
+    "common_backend_version": 1,
+}  # fmt: skip
 
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 QKV = "self_attention.linear_qkv.weight"

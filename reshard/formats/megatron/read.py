@@ -20,7 +20,7 @@ from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
-from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING
+from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING, MARK
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
@@ -35,10 +35,6 @@ _ITERATION = re.compile(r"iter_(\d{1,12})")
 _ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 
 _READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of common.pt
-_MARK = {
-    "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
-    "common_backend_version": 1,
-}  # fmt: skip
 Tensors = dict[str, TensorAt]
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
@@ -118,7 +114,7 @@ def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str
 def _check_mark(folder: Folder) -> None:
     file = folder.file(MARK_NAME)
     mark = parse_json_object(read_whole(file, most_nbytes=1 << 20), str(file))
-    for name, expected in _MARK.items():
+    for name, expected in MARK.items():
         if (value := mark.get(name, expected if name != "sharded_backend" else None)) != expected:
             problem = f"expected {expected!r}, found {str(value)[:80]!r}"
             hint = "save it again with --ckpt-format torch_dist"

@@ -27,7 +27,7 @@ from reshard.formats.export import (
     refuse_state,
 )
 from reshard.formats.megatron.arguments import arguments_of
-from reshard.formats.megatron.names import COMMON_NAME, RELEASE, TRACKER_NAME
+from reshard.formats.megatron.names import COMMON_NAME, MARK, RELEASE, TRACKER_NAME
 from reshard.formats.megatron.tensors import MegatronModel
 from reshard.formats.megatron.training import MASTERS, RESHARDABLE
 from reshard.formats.saved_state import SavedState
@@ -59,7 +59,10 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     if trained is not None and trained.optimizer is not None:
         state = optimizer_of(checkpoint, trained, trained.optimizer)
         arguments |= {"iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True}
-        content |= optimizer_metadata()
+        content |= {
+            "distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+        }  # fmt: skip
     step = trained.step if trained is not None and state else 0
     tag = f"iter_{step:07d}" if state else RELEASE
     saved = SavedState(f"{tag}/")
@@ -72,11 +75,10 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
                 saved.add(placed, partial(_state_key, kind=kind))
     for key in model.objects():
         saved.add_value((key,), [None])
-    mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     made = {
         COMMON_NAME: saved_value(_common(arguments, step, content) | state),
         METADATA_NAME: saved.metadata(),
-        MARK_NAME: json.dumps({**mark, "common_backend": "torch", "common_backend_version": 1}).encode(),
+        MARK_NAME: json.dumps(MARK).encode(),
     }
     plan = ExportPlan(
         copied=[
@@ -148,14 +150,6 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
         "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0, "wd_incr_style": "constant",
     }  # fmt: skip
     return {OPTIMIZER: state, "opt_param_scheduler": schedule}
-
-
-def optimizer_metadata() -> dict[str, object]:
-    """Return what the metadata of a checkpoint's content says of the optimizer."""
-    return {
-        "distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-    }  # fmt: skip
 
 
 def samples_of(trained: TrainingState) -> int:
