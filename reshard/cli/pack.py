@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.errors import UsageError
+from manifests.index import MOST_READ_HEADER_NBYTES
 from reshard.cli import options
 from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 
@@ -257,14 +258,15 @@ _OPTIMIZER_OF_TRAINER = re.compile(r"optimizer\.(?:pt|bin)$|optimizer_\d+(?=/)")
 
 
 def _notes(prepared: PreparedPack) -> Iterator[str]:
-    for name in prepared.left_out:
+    left_out = prepared.staged.checkpoint.source.left_out
+    for name in left_out:
         yield f"left out: {name} (not part of the weights that are packed)"
-    if state := next(filter(None, map(_OPTIMIZER_OF_TRAINER.match, prepared.left_out)), None):
+    if state := next(filter(None, map(_OPTIMIZER_OF_TRAINER.match, left_out)), None):
         what = f"warning: {state[0]} is optimizer state of transformers' Trainer, which is not read"
         yield f"{what}: what is packed has weights alone, and training begins at step 1"
     if (step := prepared.assumed_step) is not None:
         yield f"{step}; reshard plan --write FILE solves for another step"
-    for shard in prepared.large_headers:
+    for shard in (shard for shard in prepared.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES):
         what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
         yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"
 

@@ -36,7 +36,7 @@ from reshard.formats.delta.read import check_state, open_version, other_base, wi
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
-from reshard.plans.pack_plan import GivenHeader, OutputShard, lay_out_root
+from reshard.plans.pack_plan import OutputShard, lay_out_root, with_header
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import read_blocks
@@ -310,9 +310,7 @@ def _delta_shards(differences: Sequence[_Difference]) -> list[OutputShard]:
     for at, run in enumerate(runs):
         entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in run)
         text = new_header_text(entries, {tensor.name: digests[tensor.name] for tensor in run})
-        given = GivenHeader.of(text, entries)
-        path = root_shard_path(at, len(runs))
-        shards.append(OutputShard(path=path, origins=tuple(run), header_nbytes=len(given.header), given=given))
+        shards.append(with_header(root_shard_path(at, len(runs)), run, text, entries))
     return shards
 
 

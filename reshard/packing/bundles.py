@@ -26,7 +26,6 @@ from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX, encode_record
 from stores.base import Range, merge_ranges
-from stores.bundles import TensorAt
 
 
 def write_bundles(

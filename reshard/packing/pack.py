@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from manifests.errors import Parameter, as_int, check_count
-from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
+from manifests.index import MAX_SHARD_NBYTES
 from reshard.copy.destination import check_apart
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism, read_twice
@@ -66,11 +66,6 @@ class PreparedPack:
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
 
     @property
-    def large_headers(self) -> tuple[OutputShard, ...]:
-        """The shards whose headers are too long for huggingface_hub and huggingface.js, which refuse above 25 MB."""
-        return tuple(shard for shard in self.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES)
-
-    @property
     def assumed_step(self) -> str | None:
         """The training step for which the layout was solved, in words; None if it was not solved."""
         if not is_solved(self.options.layout.spec):
@@ -80,11 +75,6 @@ class PreparedPack:
             f"{layout.spec} is solved for {assumed.schedule_for(layout)}, {assumed.microbatches_for(layout.placement)} "
             f"microbatches of {assumed.microbatch} x {assumed.seq_len} tokens in {assumed.dtypes}"
         )
-
-    @property
-    def left_out(self) -> tuple[str, ...]:
-        """Weight files of the source that transformers ignores, since there are safetensors files."""
-        return self.staged.checkpoint.source.left_out
 
     def into(self, folder: Path) -> PreparedPack:
         """Return the same pack to a folder of ours, such as one that is pushed later."""

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
@@ -40,37 +40,11 @@ from stores.local import LocalFile
 from stores.objects.client import ObjectEntry, open_writable, remove_objects
 from stores.objects.output import SMALL_NBYTES
 from stores.objects.store import ObjectFile, list_objects, open_objects
-from stores.open import Address, open_manifest
+from stores.open import open_manifest
 
 OF_PART = re.compile(r"(?P<folder>parts-[0-9a-f]{12})/part-(?P<number>[0-9]{5})-of-(?P<of>[0-9]{5})/.+", re.ASCII)
 
 FileFacts = tuple[int, str]  # size in bytes; ETag of an object, "" of a file
-
-
-class PartsPlace(Protocol):
-    """Where the parts of one output are: beside a folder, or below a prefix."""
-
-    where: str  # the output
-
-    def check_free(self, folder: str, small: Collection[str]) -> bool:
-        """Return whether an output can be written; False if the parts in `folder` have been committed already."""
-        ...
-
-    def address(self, name: str) -> Address: ...
-    def files(self) -> Mapping[str, FileFacts]:
-        """Return the files of all parts, by paths that start with the folder of their plan."""
-        ...
-
-    def load(self, name: str) -> bytes: ...
-    def remove(self, where: str) -> None:
-        """Remove a part that is damaged."""
-        ...
-
-    def committed(self, folders: Collection[str]) -> Manifest | None:
-        """Return the manifest if it is published, once what only its commit needed is removed."""
-        ...
-
-    def publish(self, merged: Merged) -> Manifest: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +67,8 @@ logger = logging.getLogger(__name__)
 
 
 class BucketParts:
+    """The parts of an output in a bucket, below its prefix. FolderParts has the same methods."""
+
     def __init__(self, out: str, *, force: bool) -> None:
         if force:
             problem, hint = "is not supported for parts in a bucket", "remove the old output first"
@@ -101,6 +77,7 @@ class BucketParts:
         self.where = self._client.url
 
     def check_free(self, folder: str, small: Collection[str]) -> bool:
+        """Return whether an output can be written; False if the parts in `folder` have been committed already."""
         listed = list_objects(self._client)
         if (manifest := self._manifest_in(listed)) is not None and folder in _folders_of(manifest):
             return False
@@ -114,6 +91,7 @@ class BucketParts:
         return f"{self.where}/{name}"
 
     def files(self) -> Mapping[str, FileFacts]:
+        """Return the files of all parts, by paths that start with the folder of their plan."""
         listed = list_objects(self._client)
         return {name: (entry.nbytes, entry.etag or "") for name, entry in listed.items() if OF_PART.fullmatch(name)}
 
@@ -124,6 +102,7 @@ class BucketParts:
         remove_objects(self._client, [name for name in list_objects(self._client) if name.startswith(f"{where}/")])
 
     def committed(self, folders: Collection[str]) -> Manifest | None:
+        """Return the manifest if it is published, once what only its commit needed is removed."""
         manifest = self._manifest_in(list_objects(self._client))
         if manifest is None:
             return None
@@ -202,6 +181,8 @@ _MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, wi
 
 
 class FolderParts:
+    """The parts of an output in a folder, beside it: see BucketParts."""
+
     def __init__(self, out: Path, *, force: bool) -> None:
         self.where, self._out, self._force = str(out), out, force
         self._partial = partial_of(out)
@@ -325,6 +306,9 @@ class FolderParts:
         (self._base / _COMMIT_NAME).unlink(missing_ok=True)
         with suppress(OSError):
             self._base.rmdir()
+
+
+PartsPlace = BucketParts | FolderParts
 
 
 def _identify(folder: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 from stores.base import Folder, read_whole
 from stores.folders.owned import files_in
 from stores.hub.store import HubFolder
-from stores.hub.upload import HubUpload, open_upload, staging_folder
+from stores.hub.upload import HubUpload, has_last, open_upload, staging_folder
 from stores.local import LocalFolder
 from stores.open import ReadManifest, open_manifest
 
@@ -111,7 +111,7 @@ def push_folder(
     paths = {name: local.path / name for name in (*names, *signature, MANIFEST_NAME)}
     content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **paths}
     stale = _stale(upload.head, set(content))
-    replaced = () if upload.head_has_last(content) else paths.keys() & upload.head.files.keys()
+    replaced = () if has_last(upload.head, content) else paths.keys() & upload.head.files.keys()
     _check_nothing_lost(upload, {*stale, *replaced}, force)
     revision = upload.commit(
         content,

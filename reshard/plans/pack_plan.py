@@ -53,12 +53,6 @@ class GivenHeader:
     header_text: bytes | None
     order: tuple[int, ...] | None
 
-    @classmethod
-    def of(cls, text: bytes, entries: Sequence[TensorEntry]) -> GivenHeader:
-        is_ordered = in_data_order(entries) is entries
-        order = None if is_ordered else sorted(range(len(entries)), key=lambda n: (entries[n].begin, entries[n].end))
-        return cls(header_text=text, order=order if order is None else tuple(order))
-
     @property
     def header(self) -> bytes:
         if self.header_text is None:
@@ -221,6 +215,14 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
         ),
         ties=ties,
     )
+
+
+def with_header(path: str, tensors: Sequence[TensorAt], text: bytes, entries: Sequence[TensorEntry]) -> OutputShard:
+    """Plan a shard whose header has this text, with an entry for each tensor."""
+    is_ordered = in_data_order(entries) is entries
+    order = None if is_ordered else sorted(range(len(entries)), key=lambda n: (entries[n].begin, entries[n].end))
+    given = GivenHeader(header_text=text, order=order if order is None else tuple(order))
+    return OutputShard(path=path, origins=tuple(tensors), header_nbytes=len(given.header), given=given)
 
 
 def without_header(path: str, tensors: Sequence[TensorAt]) -> OutputShard:

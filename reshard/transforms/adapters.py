@@ -100,7 +100,8 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         problem = "has optimizer state, which would not be that of the merged weights"
         hint = "export its weights first: reshard export --to hf"
         raise UsageError(checkpoint.location, problem, hint, code="options.merge-training-state")
-    section = _quantization(checkpoint)
+    quantization = checkpoint.read_config().get(SECTION)
+    section: Mapping[str, object] = quantization if isinstance(quantization, dict) else {}
     find = cache(partial(find_plain, stored=checkpoint.tensors, section=section))
     terms: dict[str, list[Term]] = {}
     replaced: dict[str, TensorAt] = {}
@@ -205,11 +206,6 @@ def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> T
         shown = "no such tensor" if base is None else f"it as {base.dtype} {list(base.shape)}"
         raise _other(adapter, f"replaces {name} by {tensor.dtype} {list(tensor.shape)}, and the model has {shown}")
     return cast_tensor(replace(tensor, name=name), base.dtype)
-
-
-def _quantization(checkpoint: Checkpoint) -> Mapping[str, object]:
-    section = checkpoint.read_config().get(SECTION)
-    return section if isinstance(section, dict) else {}
 
 
 def _check_base(adapter: Adapter, adapted: Iterable[TensorAt]) -> None:

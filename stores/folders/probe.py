@@ -52,7 +52,9 @@ def check_writable(
         try:
             write_file(probe / "whole", bytes(_NBYTES))
             if exchange is not None:
-                _exchange_in(probe, exchange)
+                for name in ("new", "old"):
+                    (probe / name).mkdir()
+                exchange(probe / "new", probe / "old")
         finally:
             shutil.rmtree(probe, ignore_errors=True)
     except OSError as error:
@@ -132,10 +134,3 @@ def _remove_left_probes(folder: Path) -> None:
                 continue
             if (birth_of(int(match[2])) or "").partition(" ")[2] != match[3]:
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def _exchange_in(folder: Path, exchange: Callable[[Path, Path], None]) -> None:
-    new, old = folder / "new", folder / "old"
-    new.mkdir()
-    old.mkdir()
-    exchange(new, old)

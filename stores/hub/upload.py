@@ -57,10 +57,6 @@ class HubUpload:
     def branch(self) -> str:
         return self.address.revision or _MAIN
 
-    def head_has_last(self, files: Mapping[str, Path | bytes]) -> bool:
-        """Return whether the branch has the last of these files, which vouches for the others, as a manifest does."""
-        return _has_last(self.head, files)
-
     def commit(
         self,
         files: Mapping[str, Path | bytes],
@@ -91,7 +87,7 @@ class HubUpload:
                 if error.response.status_code not in (HTTPStatus.CONFLICT, HTTPStatus.PRECONDITION_FAILED):
                     raise
                 head = open_hub(self.address, self.retries)
-                if head.revision != self.head.revision and _has_last(head, files):
+                if head.revision != self.head.revision and has_last(head, files):
                     return head.revision  # of an attempt whose answer was lost
                 problem = "another commit was made to this branch meanwhile"
                 hint = "run again: files that were sent are not sent again"
@@ -168,7 +164,8 @@ def _open(address: HubAddress, create: Callable[[HfApi], object], retries: Retri
     return open_hub(address, retries)
 
 
-def _has_last(folder: HubFolder, files: Mapping[str, Path | bytes]) -> bool:
+def has_last(folder: HubFolder, files: Mapping[str, Path | bytes]) -> bool:
+    """Return whether a branch has the last of these files, which vouches for the others, as a manifest does."""
     path, content = list(files.items())[-1]
     data = content if isinstance(content, bytes) else content.read_bytes()
     return path in folder.files and folder.files[path].nbytes == len(data) and read_whole(folder.file(path)) == data

@@ -15,7 +15,7 @@ from manifests.trained import TRAINED_NAME
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
-from reshard.plans.pack_plan import GivenHeader, OutputShard
+from reshard.plans.pack_plan import OutputShard, with_header
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.lazy import DerivedFile, MemoryFile
 from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
@@ -75,8 +75,7 @@ def _shard(recorded: RecordedShard, checkpoint: Checkpoint) -> OutputShard:
         }
         entries = lay_out_anew(entries, kinds)
         text = new_header_text(entries, metadata)
-    given = GivenHeader.of(text, entries)
-    return OutputShard(path=recorded.name, origins=origins, header_nbytes=len(given.header), given=given)
+    return with_header(recorded.name, origins, text, entries)
 
 
 def _metadata_for(origins: Sequence[TensorAt], metadata: Mapping[str, str]) -> Mapping[str, str]:
