@@ -76,28 +76,19 @@ def _check_placement(schedule: ScheduleName, placement: Placement) -> None:
     num_ranks, per_rank, style = placement.num_ranks, placement.num_virtual, placement.style
     if schedule in SINGLE_STAGE_SCHEDULES and per_rank != 1:
         other = "ZBVZeroBubble" if style == "v" else "Interleaved1F1B"
-        raise UsageError(
-            _WHERE,
-            f"{schedule} requires 1 stage per rank, found {per_rank}",
-            f"use the schedule {other}, or the layout pp={num_ranks}",
-            code="schedule.other-placement",
-        )
-    if schedule in V_SCHEDULES and style != "v":
+        problem = f"requires 1 stage per rank, found {per_rank}"
+        hint = f"use the schedule {other}, or the layout pp={num_ranks}"
+    elif schedule in V_SCHEDULES and style != "v":
         others = "GPipe or 1F1B" if per_rank == 1 else "Interleaved1F1B or InterleavedZeroBubble"
-        raise UsageError(
-            _WHERE,
-            f"{schedule} requires 2 stages per rank in style v, found {per_rank} in style loop",
-            f"use the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}",
-            code="schedule.other-placement",
-        )
-    if schedule not in SINGLE_STAGE_SCHEDULES + V_SCHEDULES and (per_rank < 2 or style != "loop"):
+        problem = f"requires 2 stages per rank in style v, found {per_rank} in style loop"
+        hint = f"use the layout pp={num_ranks},vpp=2,style=v, or the schedule {others}"
+    elif schedule not in SINGLE_STAGE_SCHEDULES + V_SCHEDULES and (per_rank < 2 or style != "loop"):
         others = "GPipe or 1F1B" if per_rank == 1 else "ZBVZeroBubble or DualPipeV"
-        raise UsageError(
-            _WHERE,
-            f"{schedule} requires at least 2 stages per rank in style loop, found {per_rank} in style {style}",
-            f"use the layout pp={num_ranks},vpp={max(2, per_rank)}, or the schedule {others}",
-            code="schedule.other-placement",
-        )
+        problem = f"requires at least 2 stages per rank in style loop, found {per_rank} in style {style}"
+        hint = f"use the layout pp={num_ranks},vpp={max(2, per_rank)}, or the schedule {others}"
+    else:
+        return
+    raise UsageError(_WHERE, f"{schedule} {problem}", hint, code="schedule.other-placement")
 
 
 def _check_rounds(schedule: ScheduleName, num_ranks: int, num_microbatches: int) -> None:

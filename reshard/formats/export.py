@@ -102,23 +102,16 @@ def export(
     check_choice(Parameter("io"), io, get_args(Io))
     check_choice(Parameter("weights"), weights, get_args(ExportedWeights))
     kind, target = targets[to]
-    if names != "hf" and names not in target.names:
-        problem = f"{names} is not for {Parameter('to', to)}"
-        raise UsageError(Parameter("names"), problem, "leave it out", code="options.conflict")
-    if tied_key != TIED_KEY and names != "pipeline":
-        raise UsageError(
-            Parameter("tied_key"), f"is for {Parameter('names', 'pipeline')}", "leave it out", code="options.conflict"
-        )
-    if weights_only and not target.has_state:
-        raise UsageError(
-            Parameter("weights_only"),
-            f"{Parameter('to', to)} has weights alone",
-            "leave it out",
-            code="options.conflict",
-        )
-    if target.is_float32 and dtype not in ("source", "fp32"):
-        problem = f"{Parameter('to', to)} has float32 weights, not {dtype}"
-        raise UsageError(Parameter("dtype"), problem, "leave it out", code="options.conflict")
+    has_other_names = names != "hf" and names not in target.names
+    for name, is_wrong, problem in (
+        ("names", has_other_names, f"{names} is not for {Parameter('to', to)}"),
+        ("tied_key", tied_key != TIED_KEY and names != "pipeline", f"is for {Parameter('names', 'pipeline')}"),
+        ("weights_only", weights_only and not target.has_state, f"{Parameter('to', to)} has weights alone"),
+        ("dtype", target.is_float32 and dtype not in ("source", "fp32"),
+         f"{Parameter('to', to)} has float32 weights, not {dtype}"),
+    ):  # fmt: skip
+        if is_wrong:
+            raise UsageError(Parameter(name), problem, "leave it out", code="options.conflict")
     if quantize is not None and (to != "hf" or dtype != "source"):
         other = Parameter("to", to) if to != "hf" else Parameter("dtype", dtype)
         problem = f"is not for {other}: files and dtypes are those of the source"

@@ -187,15 +187,11 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
         for tensor in (origin for shard in stage.shards for origin in shard.origins):
             name = names.get(tensor.file)
             if name is None:
-                raise _no_original(tensor, checkpoint)
+                problem = "is not a weight file of a Hugging Face folder, which virtual bundles require"
+                other = f"pack its own source ({checkpoint.source.location}), or pack"
+                raise _not_virtual(str(tensor.file), problem, other)
             if not tensor.nbytes:
-                problem = "is empty, and virtual bundles can only refer to bytes"
-                raise InputError(
-                    f"{tensor.file}: {tensor.name!r}",
-                    problem,
-                    f"pack without {Parameter('virtual', True)}",
-                    code="options.cannot-be-virtual",
-                )
+                raise _not_virtual(tensor.place, "is empty, and virtual bundles can only refer to bytes", "pack")
             if tensor.name in tied:
                 if (name, tensor.begin) in seen:
                     continue
@@ -215,23 +211,15 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
 
 def _check_names(checkpoint: Checkpoint) -> None:
     if checkpoint.manifest is None and checkpoint.source.kind == "delta":
-        raise InputError(
-            checkpoint.location,
-            "is a version of a chain, and virtual bundles can only refer to the files of a Hugging Face folder",
-            f"pack all stages, without {Parameter('virtual', True)}",
-            code="options.cannot-be-virtual",
-        )
+        problem = "is a version of a chain, and virtual bundles can only refer to the files of a Hugging Face folder"
+        raise _not_virtual(checkpoint.location, problem, "pack all stages,")
     if not checkpoint.shape.base:  # stored names are FQNs
         return
     for shard in checkpoint.record.shards:
         for entry in shard.header.tensors:
             if (fqn := checkpoint.shape.fqn_of(entry.name)) != entry.name:
-                raise InputError(
-                    f"{shard.name}: {entry.name!r}",
-                    f"is {fqn} in the model, but virtual bundles cannot rename tensors",
-                    f"pack all stages, without {Parameter('virtual', True)}",
-                    code="options.cannot-be-virtual",
-                )
+                problem = f"is {fqn} in the model, but virtual bundles cannot rename tensors"
+                raise _not_virtual(f"{shard.name}: {entry.name!r}", problem, "pack all stages,")
 
 
 def _spans(here: Mapping[str, Sequence[Range]], numbers: Mapping[str, int]) -> list[Span]:
@@ -251,10 +239,6 @@ def _pin(used: Sequence[str], originals: OriginalFiles, checkpoint: Checkpoint) 
     )
 
 
-def _no_original(tensor: TensorAt, checkpoint: Checkpoint) -> InputError:
-    return InputError(
-        str(tensor.file),
-        "is not a weight file of a Hugging Face folder, which virtual bundles require",
-        f"pack its own source ({checkpoint.source.location}), or pack without {Parameter('virtual', True)}",
-        code="options.cannot-be-virtual",
-    )
+def _not_virtual(where: str, problem: str, otherwise: str) -> InputError:
+    hint = f"{otherwise} without {Parameter('virtual', True)}"
+    return InputError(where, problem, hint, code="options.cannot-be-virtual")

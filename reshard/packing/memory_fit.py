@@ -102,27 +102,18 @@ def _changes(staged: StagedModel, num_pipeline: int, assumed: Assumptions) -> tu
     return tuple(f"{name}={new}" for name, old, new in values if new != old)
 
 
-def _layout(staged: StagedModel, num_pipeline: int) -> StageLayout | None:
-    """Return the plan's own layout, or an even one on more ranks; None where there are too few layers."""
-    placement = staged.layout.placement
-    if num_pipeline == placement.num_ranks:
-        return staged.layout
-    try:
-        spec = f"pp={num_pipeline},vpp={placement.num_virtual},style={placement.style}"
-        return parse_layout(spec, staged.inventory)
-    except UserError:
-        return None
-
-
 def _table(staged: StagedModel, num_pipeline: int) -> _Table | None:
-    """Return a layout on so many pipeline ranks and its schedule; None where there is none, or it is too long."""
-    layout = _layout(staged, num_pipeline)
-    if layout is None:
-        return None
-    placement, num_microbatches = layout.placement, staged.assumed.microbatches_for(layout.placement)
-    if num_passes(placement, num_microbatches) > MOST_PASSES:
-        return None
+    """Return the plan's own layout, or an even one on so many pipeline ranks, and its schedule.
+
+    None where there are too few layers, where no schedule supports it, or it is too long.
+    """
+    layout, placement = staged.layout, staged.layout.placement
     try:
+        if num_pipeline != placement.num_ranks:
+            spec = f"pp={num_pipeline},vpp={placement.num_virtual},style={placement.style}"
+            layout = parse_layout(spec, staged.inventory)
+        if num_passes(layout.placement, staged.assumed.microbatches_for(layout.placement)) > MOST_PASSES:
+            return None
         return layout, staged.assumed.table_for(layout)
     except UserError:
         return None

@@ -36,14 +36,14 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:
     """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding."""
     expected = arguments_of(config, where)
-    place, hint = f"{where}/{COMMON_NAME}: args", "use the config.json of this model"
+    place = f"{where}/{COMMON_NAME}: args"
     for name in _REQUIRED:
         if name not in arguments:
-            raise SourceError(f"{place}.{name}", "no such argument", hint, code="source.megatron-arguments")
+            raise _other_model(f"{place}.{name}", "no such argument")
     for name, value in expected.items():
         if name in arguments and not _is_same(name, value, arguments[name], expected):
             problem = f"expected {value} (config.json), found {str(arguments[name])[:80]}"
-            raise SourceError(f"{place}.{name}", problem, hint, code="source.megatron-arguments")
+            raise _other_model(f"{place}.{name}", problem)
     _check_vocabulary(arguments, config["vocab_size"], num_rows, place)
 
 
@@ -164,18 +164,20 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
     """Raise if rows beyond the config's vocabulary are more than padding."""
     padded, tokens = arguments.get("padded_vocab_size"), arguments.get("vocab_size")
     multiple = (arguments.get("make_vocab_size_divisible_by") or 1) * (arguments.get("tensor_model_parallel_size") or 1)
-    hint = "use the config.json of this model"
     if isinstance(tokens, int) and tokens > vocab:
         problem = f"expected at most {vocab} (config.json), found {tokens}: weights of tokens would be lost"
-        raise SourceError(f"{place}.vocab_size", problem, hint, code="source.megatron-arguments")
+        raise _other_model(f"{place}.vocab_size", problem)
     if isinstance(padded, int) and padded != num_rows:
-        problem = f"expected {num_rows} (rows of the embedding), found {padded}"
-        raise SourceError(f"{place}.padded_vocab_size", problem, hint, code="source.megatron-arguments")
+        raise _other_model(f"{place}.padded_vocab_size", f"expected {num_rows} (rows of the embedding), found {padded}")
     if not isinstance(tokens, int) and num_rows - vocab >= max(multiple, 1):
         problem = (
             f"expected fewer than {multiple} rows of padding, found {num_rows} rows for {vocab} tokens (config.json)"
         )
-        raise SourceError(f"{place}.make_vocab_size_divisible_by", problem, hint, code="source.megatron-arguments")
+        raise _other_model(f"{place}.make_vocab_size_divisible_by", problem)
+
+
+def _other_model(where: str, problem: str) -> SourceError:
+    return SourceError(where, problem, "use the config.json of this model", code="source.megatron-arguments")
 
 
 def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
