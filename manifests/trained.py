@@ -16,7 +16,6 @@ def encode_trained(fqns: Iterable[str]) -> bytes:
 
 
 def decode_trained(text: bytes, where: str) -> frozenset[str]:
-    """Return the names of the trained parameters."""
     record = parse_json_object(text, where)
     fqns = record.get("fqns")
     if record.get("version") != 1 or not isinstance(fqns, list) or not all(isinstance(fqn, str) for fqn in fqns):

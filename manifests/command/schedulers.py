@@ -24,7 +24,6 @@ def working_folder() -> str:
 
 
 def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: float = _LIMIT_S) -> str:
-    """Return the output of one of Slurm's commands."""
     where = command[0]
     try:
         done = subprocess.run(
@@ -53,7 +52,6 @@ _LOGGED = re.compile(r"[EWI]\d{4} ")  # a line of kubectl's log, as klog writes 
 
 
 def run_kubectl(command: Sequence[str], standard_input: str = "") -> str:
-    """Return the output of kubectl."""
     try:
         done = subprocess.run(command, input=standard_input, capture_output=True, text=True, timeout=_LIMIT_S)
     except FileNotFoundError as error:

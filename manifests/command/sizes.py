@@ -29,7 +29,6 @@ def parse_size(text: str) -> int | None:
 
 
 def read_size(flag: str, text: str) -> int:
-    """Read the size of a flag."""
     nbytes = parse_size(text)
     if nbytes is None:
         is_bare = re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", text) is not None

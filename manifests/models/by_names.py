@@ -173,7 +173,6 @@ def _layer(tensors: Mapping[str, Shape]) -> _Layer:
 
 
 def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
-    """Return which kind of layer this is."""
     for leaf, numbers in layer.numbers.items():
         if leaf.count("*") == 1 and "expert" in leaf:
             alike = leaf.partition("*")[0]

@@ -214,7 +214,6 @@ def combination_of(architecture: str, *, is_own: bool = False, **features: Any) 
 
 
 def check_combination(combination: Combination) -> None:
-    """Check that the combination is supported."""
     refused = [rule for rule in REFUSED if rule.applies(combination)]
     if not refused:
         return
@@ -264,7 +263,6 @@ def why_not_proven(architecture: str, config: Mapping[str, Any], training: Train
 
 
 def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of the text model."""
     section = config.get("text_config")
     return section if isinstance(section, Mapping) else config
 

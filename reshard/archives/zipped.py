@@ -67,7 +67,6 @@ def read_entries(archive: Archive) -> dict[str, ZipEntry]:
 
 
 def read_entry(archive: Archive, entry: ZipEntry, most_nbytes: int) -> bytes:
-    """Return an entry's bytes."""
     if entry.nbytes > most_nbytes:
         problem = f"expected at most {most_nbytes} bytes in {entry.name!r}, found {entry.nbytes}"
         raise bad_archive(archive.file, problem)

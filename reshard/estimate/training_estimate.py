@@ -178,5 +178,4 @@ def costs_of_stages(
 
 
 def sum_times(times: Sequence[ModuleTime]) -> ModuleTime:
-    """Return the time of modules together."""
     return ModuleTime(forward=sum(time.forward for time in times), backward=sum(time.backward for time in times))

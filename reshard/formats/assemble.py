@@ -36,14 +36,12 @@ class ModelConfig:
 
 
 def read_model_config(file: InputFile, description: ModelDescription | None = None) -> ModelConfig:
-    """Read the config.json of a model."""
     fields, where = read_config(file), str(file)
     needs_tensors = is_sized_by_files(fields, where, description)
     return ModelConfig(file=file, fields=fields, shape=None if needs_tensors else model_shape(fields, where))
 
 
 def config_in(folder: Folder) -> InputFile:
-    """Return the config.json in a folder."""
     if CONFIG_NAME not in folder.names():
         raise SourceError(
             f"{folder}/{CONFIG_NAME}",

@@ -243,7 +243,6 @@ def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
 
 
 def rate_of(checkpoint: Checkpoint, trained: TrainingState) -> LearningRate:
-    """Return the learning rate of a checkpoint."""
     if trained.learning_rate is None:
         problem, where = (
             "has no learning rate, which an optimizer of torch must have",

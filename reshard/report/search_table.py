@@ -86,7 +86,6 @@ def search_json(result: SearchResult) -> dict[str, Any]:
 
 
 def pack_command(result: SearchResult, choice: Choice) -> str:
-    """Return the command that packs a layout."""
     drop = [word for module in result.drop for word in ("--drop", module)]
     source = "SOURCE" if find_config(result.source) else result.source  # of a config alone nothing can be packed
     described = ("--model", str(result.model)) if result.model else ()

@@ -74,7 +74,6 @@ def encode_record(record: SourceRecord) -> bytes:
 
 
 def decode_record(text: bytes, where: str = "source.json") -> SourceRecord:
-    """Read the text of source.json."""
     document = parse_json_object(text, where)
     version = document.get("version")
     if document.get("format") != _FORMAT or type(version) is not int or version != _VERSION:
