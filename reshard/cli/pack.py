@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.errors import UsageError
-from manifests.index import MOST_READ_HEADER_NBYTES
 from reshard.cli import options
 from reshard.formats.table import TIED_KEY, export_targets, names_of_targets
 
@@ -266,7 +265,7 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
         yield f"{what}: what is packed has weights alone, and training begins at step 1"
     if (step := prepared.assumed_step) is not None:
         yield f"{step}; reshard plan --write FILE solves for another step"
-    for shard in (shard for shard in prepared.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES):
+    for shard in prepared.large_headers:
         what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
         yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"
 

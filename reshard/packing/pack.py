@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from manifests.errors import Parameter, as_int, check_count
-from manifests.index import MAX_SHARD_NBYTES
+from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism, read_twice
@@ -64,6 +64,11 @@ class PreparedPack:
     def nbytes(self) -> int:
         origins = (origin for shard in self.written for origin in shard.origins)
         return sum(tensor.nbytes for tensor in (*self.read_twice, *origins))
+
+    @property
+    def large_headers(self) -> tuple[OutputShard, ...]:
+        """The shards whose headers are too long for huggingface_hub and huggingface.js, which refuse above 25 MB."""
+        return tuple(shard for shard in self.shards if shard.header_nbytes > MOST_READ_HEADER_NBYTES)
 
     @property
     def assumed_step(self) -> str | None:

@@ -210,6 +210,6 @@ def test_header_that_the_hub_does_not_read_is_warned_of(tmp_path: Path, monkeypa
     files = pack(tmp_path / "source", tmp_path / "out").glob("*.safetensors")
     sizes = {file.name: 8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files}
     for most, warned in ((max(sizes.values()), 0), (min(sizes.values()) - 1, len(sizes))):
-        monkeypatch.setattr("reshard.cli.pack.MOST_READ_HEADER_NBYTES", most)
+        monkeypatch.setattr("reshard.packing.pack.MOST_READ_HEADER_NBYTES", most)
         shown = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--force").err
         assert sum(f"{name} takes {nbytes} bytes" in shown for name, nbytes in sizes.items()) == warned
