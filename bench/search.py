@@ -8,7 +8,7 @@ and each is trained. On four and eight ranks, which share cores, layers sleep as
 transfers are real, only the time of a layer is simulated. Two ranks compute, on a core each; the result has what the
 search, `plan --gpus 2`, finds first for them. Some of their layouts were that at some time: the third, before a
 backward in two parts was counted as longer than a whole one; the eighth, before what each microbatch takes beside its
-tokens was; the ninth and the tenth since.
+tokens was; the ninth to the eleventh since.
 
 Of several turns, each run's fastest counts: its median step, since other work on the machine only adds to steps. Each
 turn begins with another run. --only renews one case of --out, and keeps the others. With --folder, runs are kept there,
