@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -106,7 +106,7 @@ class Run:
         self.wait_until(lambda: f"step {step}/" in self.said)
 
 
-@contextmanager
+@contextlib.contextmanager
 def launched(packed: Path, log: Path, *training: str | Path, **environment: str) -> Iterator[Run]:
     """Launch a job, and leave nothing of it."""
     run = Run(packed, log, *training, **environment)
@@ -116,7 +116,7 @@ def launched(packed: Path, log: Path, *training: str | Path, **environment: str)
         run.process.kill()
         run.process.wait()
         for pid in run.ranks():
-            if not are_gone([pid]):
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
