@@ -19,7 +19,6 @@ one of twice as many.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +31,7 @@ from manifests.store import read_small_file
 
 TIMES_NAME = "times.json"
 _VERSION = 1
+MOST_MEASURED = 1e18  # of a time, rate or count: sums and products of them are finite
 _RATES = ("nbytes_per_s", "shard_nbytes_per_s")
 _LINK = {"nbytes_per_s": "rate", "shard_nbytes_per_s": "shard_rate", "latency_s": "latency_s"}
 # A backward in two parts takes longer than a whole one, by this share of it, and by these seconds for each layer; see
@@ -140,7 +140,7 @@ class MeasuredTimes:
     def scale_to(self, num_tokens: int, tensor: int) -> float:
         """Return the factor of times for so many tokens of a microbatch on a rank, and this tensor-parallel degree."""
         how = self.how
-        measured = how["microbatch"] * how["seq_len"] // how.get("cp", 1)
+        measured = how["microbatch"] * how["seq_len"] / how.get("cp", 1)
         tokens = self.fixed_share + (1 - self.fixed_share) * num_tokens / measured
         return float(tokens * how.get("tp", 1) / tensor)
 
@@ -209,8 +209,8 @@ def _step(entry: object, where: str) -> StepTime:
 
 def _number(entry: object, name: str, where: str, what: str = "seconds", least: int = 0) -> float:
     number = _object(entry, where).get(name)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= sys.float_info.max:
-        problem = f"expected {what}, {least} or more, found {str(number)[:80]}"
+    if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number <= MOST_MEASURED:
+        problem = f"expected {what}, from {least} to {MOST_MEASURED:g}, found {str(number)[:80]}"
         raise InputError(f"{where}.{name}", problem, code="options.cost-file")
     return float(number)
 

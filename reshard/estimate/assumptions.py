@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from manifests.command import defaults
 from manifests.errors import InputError, Parameter, UsageError, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
-from manifests.module_times import MeasuredTimes, ModuleTime, StepTime
+from manifests.module_times import MOST_MEASURED, MeasuredTimes, ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
 from manifests.placement import Placement
 from manifests.schedules.actions import Table
@@ -187,8 +187,12 @@ def check_run(run: MeasuredTimes, where: str) -> None:
     link = () if run.step is None or run.step.link is None else ("num_ranks", "ranks_per_node")
     degrees = (name for name in ("tp", "cp", "ep", "ranks_per_node") if name in run.how)
     for name in ("seq_len", "microbatch", *degrees, *link):
-        if type(number := run.how.get(name)) is not int or number < 1:
-            problem = f"expected a number from 1 up, found {number!r}"
+        if type(number := run.how.get(name)) is not int or not 1 <= number <= MOST_MEASURED:
+            problem = f"expected a number from 1 up, found {str(number)[:80]}"
+            raise InputError(f"{where}.{name}", problem, code="options.cost-file")
+    for name in ("dtype", "master_dtype"):
+        if (dtype := run.how.get(name, "fp32")) not in get_args(TrainingDtype):
+            problem = f"expected {' or '.join(get_args(TrainingDtype))}, found {str(dtype)[:80]}"
             raise InputError(f"{where}.{name}", problem, code="options.cost-file")
 
 

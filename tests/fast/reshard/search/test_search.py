@@ -546,14 +546,34 @@ def first_step_s(shown: Any) -> float:
         (None, "options.no-times"),
         ({"tp": "2"}, "options.cost-file"),
         ({"ranks_per_node": 0}, "options.cost-file"),
+        ({"tp": 10**400}, "options.cost-file"),
+        ({"dtype": "int4"}, "options.cost-file"),
+        ({"master_dtype": []}, "options.cost-file"),
     ],
 )
-def test_run_without_times_is_refused(how: dict[str, object] | None, code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", [("--layout", "pp=2"), ("--gpus", "2", "--gpu-memory", "80GB")])
+def test_run_without_times_is_refused(
+    how: dict[str, object] | None, code: str, what: tuple[str, ...], tmp_path: Path
+) -> None:
     config, log = CONFIGS / "llama-3.1-8b.json", tmp_path / "log"
     if how is not None:
         write_run(log, config, **how)
-    ended = reshard("plan", config, "--layout", "pp=2", "--from-run", log, "--json")
+    ended = reshard("plan", config, *what, "--from-run", log, "--json")
     assert ended.refusal[:2] == (3, code)
+
+
+@pytest.mark.parametrize("field", ["gap_s", "overhead_s"])
+def test_times_that_no_sum_can_have_are_refused(field: str, tmp_path: Path) -> None:
+    config = CONFIGS / "llama-3.1-8b.json"
+    log = write_run(tmp_path / "log", config)
+    add_step(log, **{"overhead_s": 0.0, "num_params": 1, field: 1.7e308})
+    ended = reshard("plan", config, "--layout", "pp=2", "--from-run", log, "--json")
+    assert ended.refusal == (3, "options.cost-file", f"{log}/times.json: step.{field}")
+
+
+def test_times_of_less_than_a_token_are_scaled() -> None:
+    times = MeasuredTimes(modules={}, how={"microbatch": 1, "seq_len": 1, "cp": 2})
+    assert times.scale_to(1, 1) == 2.0
 
 
 @pytest.mark.parametrize(("how", "missing"), [({}, "seq_len"), ({"seq_len": 512, "microbatch": 2}, "num_ranks")])
