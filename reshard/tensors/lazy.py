@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 from manifests.digest import Hasher
 from manifests.index import split_by_size
@@ -21,7 +22,17 @@ WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a c
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
 
 Buffer = bytes | bytearray | memoryview
-Make = Callable[[], Iterator[Buffer]]
+
+
+class Filler(Protocol):
+    """Computes bytes in order, in the memory where they are wanted."""
+
+    def fill(self, part: memoryview) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Make = Callable[[], Iterator[Buffer] | Filler]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class DerivedFile:
     how: str  # in messages, and in the journal of what was written: `as BF16`; with numbers that config.json has
     origins: tuple[TensorAt, ...]
     nbytes: int
-    make: Make = field(compare=False)  # yields the bytes; determined by the other fields
+    make: Make = field(compare=False)  # yields or fills in the bytes; determined by the other fields
 
     def __str__(self) -> str:
         return f"{self.origins[0].file}, {self.how}"
@@ -107,6 +118,10 @@ class BlockReader:
             self.close()
             self._blocks, self._rest, self._position = self._make(), memoryview(b""), 0
         assert position in (None, self._position), "derived bytes are read in order"
+        if not isinstance(self._blocks, Iterator):
+            self._blocks.fill(part)
+            self._position += len(part)
+            return
         while part:
             if not self._rest:
                 self._rest = memoryview(next(self._blocks)).cast("B")
@@ -120,7 +135,7 @@ class BlockReader:
             )  # lets the generator check what was read last
 
     def close(self) -> None:
-        if isinstance(self._blocks, Generator):
+        if isinstance(self._blocks, Generator) or not isinstance(self._blocks, Iterator):
             self._blocks.close()
 
 

@@ -9,8 +9,8 @@ Source: slime, `update_weight_from_disk_delta.py` and its decoder `pull_weights`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -20,7 +20,8 @@ from zlib import adler32
 from manifests.digest import Hasher
 from manifests.errors import SourceError, StoreError
 from manifests.versions import BLAKE3, LEVEL, XOR
-from reshard.tensors.lazy import STEP_NBYTES, derive, read_blocks
+from reshard.tensors.checkpoint import check_digest
+from reshard.tensors.lazy import STEP_NBYTES, derive
 from stores.base import InputFile
 from stores.bundles import TensorAt
 
@@ -95,32 +96,56 @@ def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each
     if not patches:
         return base
     origins = (base, *(patch.stored for patch in patches))
-    tensor = derive(base, base.dtype, how, origins, partial(_patched_blocks, base, tuple(patches), verifies_each))
+    tensor = derive(base, base.dtype, how, origins, partial(_Patched, base, tuple(patches), verifies_each))
     return replace(tensor, blake3=patches[-1].digest)
 
 
-def _patched_blocks(base: TensorAt, patches: Sequence[Patch], verifies_each: bool) -> Iterator[memoryview]:
-    """Yield a tensor's new state, block by block."""
-    last = len(patches) - 1
-    hashers = {
-        number: new_checksum(patch.checksum_format)
-        for number, patch in enumerate(patches)
-        if verifies_each or (number == last and patch.digest is None)
-    }
-    changes = [_Delta(patch, base.nbytes) for patch in patches]
-    begin = 0
-    for state in read_blocks(base if verifies_each else replace(base, blake3=None)):
-        for number, change in enumerate(changes):
-            change.apply(state, begin)
-            if number in hashers:
-                hashers[number].update(state)
-        begin += len(state)
-        yield state
-    for number, hasher in hashers.items():
-        if hasher.hexdigest() != patches[number].checksum:
-            raise _other_state(patches[number], hasher.hexdigest())
-    for change in changes:
-        change.expect_end()
+class _Patched:
+    """A tensor's new state, made of its base's bytes in the memory of whoever reads it."""
+
+    def __init__(self, base: TensorAt, patches: Sequence[Patch], verifies_each: bool) -> None:
+        self._base, self._patches, self._begin = base, patches, 0
+        last = len(patches) - 1
+        self._base_hasher = Hasher() if verifies_each and base.blake3 is not None else None
+        self._hashers = {
+            number: new_checksum(patch.checksum_format)
+            for number, patch in enumerate(patches)
+            if verifies_each or (number == last and patch.digest is None)
+        }
+        self._changes = [_Delta(patch, base.nbytes) for patch in patches]
+        self._difference = memoryview(bytearray(min(STEP_NBYTES, base.nbytes)))
+        self._stack = ExitStack()
+        self._reader = self._stack.enter_context(closing(base.file.open(((base.begin, base.end),))))
+
+    def fill(self, part: memoryview) -> None:
+        """Fill `part` with the next bytes; with the last ones, verify what has no digest to compare."""
+        for first in range(0, len(part), STEP_NBYTES):
+            state = part[first : first + STEP_NBYTES]
+            self._reader.read_into(state, self._base.begin + self._begin)
+            if self._base_hasher is not None:
+                self._base_hasher.update(state)
+            for number, change in enumerate(self._changes):
+                change.apply(state, self._begin, self._difference)
+                if number in self._hashers:
+                    self._hashers[number].update(state)
+            self._begin += len(state)
+        if self._begin == self._base.nbytes:
+            self._check()
+            self.close()
+
+    def close(self) -> None:
+        """Close the base, and free what the deltas take: a thread reads many tensors before it closes them all."""
+        self._stack.close()
+        self._changes, self._difference = [], memoryview(b"")
+
+    def _check(self) -> None:
+        if self._base_hasher is not None:
+            check_digest(self._base, self._base_hasher.hexdigest())
+        for number, hasher in self._hashers.items():
+            if hasher.hexdigest() != self._patches[number].checksum:
+                raise _other_state(self._patches[number], hasher.hexdigest())
+        for change in self._changes:
+            change.expect_end()
 
 
 class _Delta:
@@ -132,13 +157,13 @@ class _Delta:
         decompressor = _package("zstandard").ZstdDecompressor(max_window_size=_MOST_WINDOW_NBYTES)
         self._stream: BinaryIO = decompressor.stream_reader(source, read_size=STEP_NBYTES)
         self._changes = self._read_changes(nbytes) if patch.encoding == OVERWRITE else None
-        self._difference = memoryview(bytearray(min(STEP_NBYTES, nbytes) if self._changes is None else 0))
 
-    def apply(self, state: memoryview, begin: int) -> None:
+    def apply(self, state: memoryview, begin: int, difference: memoryview) -> None:
+        """Change a block that begins at `begin`; `difference` is memory of at least its length."""
         from reshard.transforms.arithmetic import xor_into  # numpy
 
         if self._changes is None:
-            xor_into(state, self._read(self._difference[: len(state)]))
+            xor_into(state, self._read(difference[: len(state)]))
         else:
             self._changes.apply(state, begin)
 
