@@ -21,7 +21,7 @@ from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
-from runner.checkpoint.resume import Origin, check_state_of_all
+from runner.checkpoint.resume import Origin, check_state_of_all, differing_steps
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
@@ -108,6 +108,11 @@ class Ready:
         ties, engine = self.launched.manifest.ties, self.engine
         return held_state(self.chunks, ties, engine.ties, engine.optimizer, self.mesh.owns)
 
+    def differing_steps(self, num_steps: int) -> dict[str, int]:
+        """Return the step counts of this rank's parameters that are not `num_steps`, by FQN."""
+        counts = (self.engine.optimizer.differing_steps(chunk, num_steps) for chunk in self.chunks)
+        return {fqn: count for of_chunk in counts for fqn, count in of_chunk.items()}
+
     def held_weights(self) -> Held:
         """Return the weights that this rank writes."""
         return held_weights(self.chunks, self.launched.manifest.ties, self.mesh.owns)
@@ -170,6 +175,7 @@ def _begin(
         check_launched(launched)
         check_adapters(origin, options, training)
         check_state_of_all(origin, options, training)
+        steps = {} if training is None else differing_steps(origin)
         # From which weights are read that have no adapters.
         base = launched if has_adapters(origin.manifest) else origin
         has_moments = training is not None and base is origin
@@ -234,6 +240,7 @@ def _begin(
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
     if training is not None:
         start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
+        engine.optimizer.resume(training.step, steps)
     deferred.start()
     if mesh.rank == 0:
         log_start(start)
@@ -300,7 +307,6 @@ def _resume_optimizer(
         stored.load([piece for chunk in chunks for piece in optimizer.state_pieces(chunk, kind)], kind.name)
         with stored.deferred.comes_first():
             check_equal(ties, of=partial(optimizer.tied_state, kind=kind))
-    optimizer.resume(training.step)
     num_ranks = mesh.degrees.world_size
     with raise_on_all_ranks("load"):
         is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)

@@ -194,7 +194,8 @@ class _Steps:
             watchdog.beat(trained.step, "save")  # a save is not timed as a step
             ready.deferred.finish()
             state = replace(trained, random=(rng_state(ready.mesh.rank, ready.chunks[0].device),))
-            self.saver.save(ready.held_state(), state, encode_files(self.feed.num_skipped, self.feed.state))
+            files = encode_files(self.feed.num_skipped, self.feed.state)
+            self.saver.save(ready.held_state(), state, files, ready.differing_steps(trained.step))
             watchdog.beat(trained.step)
         for ended in self.saver.reports():
             self.metrics.checkpoint(ended)

@@ -11,6 +11,7 @@ modification times of the shards: a folder with other shards is not that export.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from manifests.optimizer_state import EMA, is_plain, kinds_of
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import MOMENTS, LearningRate, OptimizerState, ParameterGroup, TrainingState
 from manifests.store import read_small_file, write_file
-from manifests.trained import TRAINED_NAME
+from manifests.trained import STEPS_NAME, TRAINED_NAME, decode_steps
 from reshard.archives.names import DATA_SUFFIX
 from reshard.copy.destination import FolderTarget, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
@@ -48,10 +49,13 @@ from reshard.tensors.source_index import SUFFIX
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
 from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, output_address, place_of
+from stores.base import read_whole
 from stores.bundles import TensorAt
 from stores.direct_io import Io
 from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_manifest, open_store
+
+logger = logging.getLogger(__name__)
 
 
 def export(
@@ -123,6 +127,10 @@ def export(
     if has_state and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary):
         problem = "has optimizer state of the parameters that were not frozen alone"
         raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
+    checkpoint = _with_steps(checkpoint)
+    if has_state and checkpoint.steps and to != "dcp":
+        what = "%s: %d parameters took fewer optimizer steps than the others: with %s they have taken as many"
+        logger.warning(what, checkpoint.location, len(checkpoint.steps), Parameter("to", to))
     if weights == EMA:
         checkpoint = with_average(checkpoint)
     if weights_only or weights == EMA or not target.has_state:
@@ -138,6 +146,15 @@ def export(
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())
     options = ExportOptions(to=to, names=names, tied_key=tied_key, dtype=dtype, force=force, write=write)
     return kind.export(checkpoint, address, options)
+
+
+def _with_steps(checkpoint: Checkpoint) -> Checkpoint:
+    """Read the step counts of parameters that took others than the checkpoint; no export copies their file."""
+    files = {item.path: item for item in checkpoint.auxiliary}
+    if (recorded := files.pop(STEPS_NAME, None)) is None:
+        return checkpoint
+    steps = decode_steps(read_whole(recorded.file, recorded.digest), str(recorded.file))
+    return replace(checkpoint, auxiliary=tuple(files.values()), steps=steps)
 
 
 def _open_to_export(source: str) -> Checkpoint:

@@ -54,6 +54,7 @@ class Checkpoint:
     originals: OriginalFiles | None = None  # if tensors are read from them
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)  # of a training checkpoint
     trained: TrainingState | None = None
+    steps: Mapping[str, int] = field(default_factory=dict)  # of parameters, where it is not `trained.step`
     merges_slices: bool = False  # whether sliced tensors are packed whole
     description: ModelDescription | None = None  # of a model whose architecture does not say its modules
 

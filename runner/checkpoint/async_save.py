@@ -126,13 +126,19 @@ class Saver(InFlight[SaveReport]):
         # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
 
-    def save(self, state: Held, training: TrainingState, data_files: Mapping[str, bytes] | None = None) -> None:
-        """Save a checkpoint after a step; `training` has this rank's RNG state."""
+    def save(
+        self,
+        state: Held,
+        training: TrainingState,
+        data_files: Mapping[str, bytes] | None = None,
+        steps: Mapping[str, int] | None = None,
+    ) -> None:
+        """Save a checkpoint after a step; `training` has this rank's RNG state, `steps` its differing step counts."""
         started_s = time.perf_counter()
         self._wait()
         if self._copy is not None:
             state = self._copy.result().fill(state)
-        self._begin(self._save, state, training, data_files, started_s, time.perf_counter())
+        self._begin(self._save, state, training, data_files, steps, started_s, time.perf_counter())
         if self._copy is None:
             self._wait()
 
@@ -141,6 +147,7 @@ class Saver(InFlight[SaveReport]):
         state: Held,
         training: TrainingState,
         data_files: Mapping[str, bytes] | None,
+        steps: Mapping[str, int] | None,
         started_s: float,
         copied_s: float,
     ) -> SaveReport:
@@ -152,7 +159,7 @@ class Saver(InFlight[SaveReport]):
                     set_aside(path)
             nbytes = save(
                 state, self._context, path, training,
-                data_files=data_files, force=True, group=self._group, timer=self._timer,
+                data_files=data_files, steps=steps, force=True, group=self._group, timer=self._timer,
                 is_awaited=self._is_awaited.is_set, before=self._before,
             )  # fmt: skip
             self._before = path

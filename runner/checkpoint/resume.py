@@ -21,7 +21,7 @@ from manifests.schema import (
     TrainingState,
 )
 from manifests.store import read_small_file
-from manifests.trained import TRAINED_NAME, decode_trained
+from manifests.trained import STEPS_NAME, TRAINED_NAME, decode_steps, decode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
@@ -111,6 +111,13 @@ def check_state_of_all(origin: Packed, options: TrainOptions, training: Training
         problem = f"has no optimizer state of {lacking[0]}: its run froze it"
         hint = f"repeat its --train-only flags; {_WEIGHTS_ONLY}"
         raise CheckpointError(origin.where, problem, hint, code="resume.no-optimizer-state")
+
+
+def differing_steps(origin: Packed) -> dict[str, int]:
+    """Return how many optimizer steps parameters took, by FQN, where it is not the checkpoint's number."""
+    recorded = next((file.digest for file in origin.manifest.files if file.path == STEPS_NAME), None)
+    path = origin.root / STEPS_NAME
+    return {} if recorded is None else decode_steps(read_small_file(path, recorded), str(path))
 
 
 def check_fits(origin: Packed, launched: Packed) -> tuple[str, ...]:

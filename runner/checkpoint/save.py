@@ -22,7 +22,7 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Shard, Stage, TrainingState
 from manifests.store import read_small_file, write_file, write_manifest
-from manifests.trained import TRAINED_NAME, encode_trained
+from manifests.trained import STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
 from runner.checkpoint.data_position import FILES, with_files
@@ -77,7 +77,7 @@ class SaveContext:
     @classmethod
     def of(cls, launched: Packed, origin: Packed, *, num_writers: int, named: Path | None = None) -> SaveContext:
         """Return the context of a run that trains `launched`, and started from the weights of `origin`."""
-        made_anew = (SOURCE_FILES, TRAINED_NAME)
+        made_anew = (SOURCE_FILES, TRAINED_NAME, STEPS_NAME)
         files = tuple(file for file in launched.manifest.files if not file.path.startswith(made_anew))
         return cls(
             manifest=replace(launched.manifest, files=files),
@@ -95,6 +95,7 @@ def save(
     training: TrainingState,
     *,
     data_files: Mapping[str, bytes] | None = None,
+    steps: Mapping[str, int] | None = None,
     force: bool = False,
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
@@ -105,7 +106,8 @@ def save(
 
     Shards that are as in `before`, a checkpoint of the same run, are linked: see Note [Tensors that are stored once].
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
-    data cursor and `data_files`, small files about the data, which are rank 0's. `timer` beats while this rank writes.
+    data cursor and `data_files`, small files about the data, which are rank 0's, and for `steps`, the step counts of
+    its parameters that are not the checkpoint's, by FQN. `timer` beats while this rank writes.
     Until it `is_awaited`, training continues, and comes first. Nothing is at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
@@ -131,7 +133,7 @@ def save(
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
                 names |= {*(file.path for file in context.manifest.files), *FILES, INDEX_NAME, MANIFEST_NAME}
-                names |= context.records.keys()
+                names |= {STEPS_NAME, *context.records}
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
 
@@ -140,19 +142,21 @@ def save(
         target = Path(shared[0][0])
         write = partial(_write_own, state, context, target, shards, timer, is_awaited, (past, digests))
         written, nbytes = in_rounds("save", write, group)
-        gathered = from_all_ranks((written, training.random, nbytes), group)
+        gathered = from_all_ranks((written, training.random, nbytes, steps or {}), group)
 
         def finish(stop: threading.Event) -> None:
             if not is_rank_0:
                 return
-            stages = _join_stages(stage for part, _, _ in gathered for stage in part)
-            random = tuple(state for _, states, _ in gathered for state in states)
+            stages = _join_stages(stage for part, *_ in gathered for stage in part)
+            random = tuple(state for _, states, *_ in gathered for state in states)
+            differing = {fqn: count for *_, of_rank in gathered for fqn, count in of_rank.items()}
+            files = {**(data_files or {}), **({STEPS_NAME: encode_steps(differing)} if differing else {})}
             with timer.working():
-                _commit(context, stages, target, replace(training, random=random), data_files or {}, planned, timer)
+                _commit(context, stages, target, replace(training, random=random), files, planned, timer)
                 stack.close()
 
         in_rounds("save", finish, group)
-    return sum(nbytes for _, _, nbytes in gathered)
+    return sum(nbytes for _, _, nbytes, _ in gathered)
 
 
 def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.ProcessGroup | None) -> list[_Planned]:

@@ -36,7 +36,7 @@ _TINY: tuple[tuple[int, ...], ...] = ((6,), (2, 6, 4), (6, 4))  # what a class s
 _SHAPES: tuple[StateShape, ...] = ("parameter", "vector", "matrix", "rows", "columns", "scalar")
 _LIMIT = 1e-6
 _NUM_STEPS = 3
-_STEP = "step"  # of each parameter: the number of steps, which a checkpoint has once
+_STEP = "step"  # of each parameter: the number of steps
 _CODE = "options.optimizer"
 
 
@@ -191,6 +191,12 @@ def set_num_steps(algorithm: Algorithm, optimizer: torch.optim.Optimizer, weight
         optimizer.state[weight][_STEP] = torch.full_like(count, num_steps, device=device)
     elif count is not None:
         optimizer.state[weight][_STEP] = num_steps
+
+
+def num_steps_of(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> int | None:
+    """Return how many steps a weight has taken; None if the class does not count them."""
+    count = optimizer.state[weight].get(_STEP)
+    return None if count is None else int(count)
 
 
 def _import_installed(module: str) -> ModuleType:

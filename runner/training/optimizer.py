@@ -17,7 +17,7 @@ from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import NamedParameter, StageChunk, pieces_of
 from runner.tensors.dtensor import local_of
 from runner.tensors.local_shard import Piece
-from runner.training.algorithms import Algorithm, algorithms_of, prepare_state, set_num_steps
+from runner.training.algorithms import Algorithm, algorithms_of, num_steps_of, prepare_state, set_num_steps
 from runner.training.mixed_precision import master_of, round_masters, zero_gradient
 from runner.training.whole_matrix import WholeMatrices
 
@@ -57,6 +57,7 @@ class Optimizer:
         if not all(algorithm.is_elementwise for algorithm in self.algorithms):
             self._whole = WholeMatrices(chunks, whole, self.algorithms, mesh.replica if mesh else None)
         self._is_whole = whole.keys()
+        self._skipped = set[int]()  # the ids of parameters that had no gradient in some step
         # In float32 at least: in bfloat16, steps of an average towards a weight are lost.
         self._averages = {
             key: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
@@ -130,13 +131,32 @@ class Optimizer:
                 if is_written_here is None or piece.is_first:
                     yield Piece(fqn=piece.fqn, shape=(), offset=(), memory=state)
 
-    def resume(self, num_steps: int) -> None:
-        """Set the step count, after the optimizer state was loaded."""
-        for key, number in self._numbers.items():
+    def resume(self, num_steps: int, differing: Mapping[str, int] | None = None) -> None:
+        """Set the step counts, after the optimizer state was loaded; `differing` has the others, by FQN."""
+        for fqn, parameter in self.parameters:
+            key, count = id(parameter), (differing or {}).get(fqn, num_steps)
+            if count != num_steps:
+                self._skipped.add(key)
             if key not in self._is_whole:
-                set_num_steps(self.algorithms[number], self._by_group[number], self._weights[key], num_steps)
+                number = self._numbers[key]
+                set_num_steps(self.algorithms[number], self._by_group[number], self._weights[key], count)
         if self._whole is not None:
             self._whole.set_num_steps(num_steps)
+
+    def differing_steps(self, chunk: StageChunk, num_steps: int) -> dict[str, int]:
+        """Return the step counts of a chunk's parameters that are not `num_steps`, by Hugging Face FQN.
+
+        As in torch, a parameter without a gradient takes no step: an expert that no token reached, say. Gradients that
+        ranks reduce, those of masters and those of whole matrices are zeros instead, and there the step counts.
+        """
+        steps: dict[str, int] = {}
+        for name, parameter in chunk.body.named_parameters():
+            key = id(parameter)
+            if key in self._skipped and key not in self._is_whole:
+                count = num_steps_of(self._by_group[self._numbers[key]], self._weights[key])
+                if count not in (None, num_steps):
+                    steps |= {piece.fqn: count for piece in pieces_of(chunk, name, parameter)}
+        return steps
 
     def zero_gradients(self) -> None:
         for _, parameter in self.parameters:
@@ -156,6 +176,8 @@ class Optimizer:
         for _, parameter in self.parameters:
             # One that is not trained, such as a router's bias in some models, does not decay either.
             gradient = parameter.grad if parameter.requires_grad else None
+            if gradient is None and parameter.requires_grad:
+                self._skipped.add(id(parameter))
             self._weights[id(parameter)].grad = None if gradient is None else local_of(gradient)
         for optimizer in self._by_group.values():
             optimizer.step()

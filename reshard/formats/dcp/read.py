@@ -13,6 +13,7 @@ from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes
 from manifests.slices import Slice, problem_with_slices
+from manifests.trained import STEPS_NAME, encode_steps
 from reshard.archives.dcp import (
     AGAIN,
     DcpMetadata,
@@ -31,8 +32,9 @@ from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_plac
 from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, training_state
 from reshard.formats.table import CheckOptions, ListedTensor, Listing, OpenOptions
 from reshard.formatting import count_of, some
-from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import Contents, Findings
+from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt, join_slices
@@ -72,6 +74,12 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
             raise bad_optimizer(where, f"found {kind.name!r}, which no optimizer of torchtitan has")
         shapes = state_shapes(kind, groups, model.shape.trained, model.shape.ties)
         moments[kind.name] = model.cover_state(kind.name, stored.tensors(optimizer.moments[kind.name]), shapes)
+    state = {name: tensor for of_kind in optimizer.moments.values() for name, tensor in of_kind.items()}
+    fqns = {name: map(model.shape.fqn_of, stored.fqns_of(name, state[name])) for name in optimizer.differing}
+    if fqns:
+        steps = {fqn: optimizer.differing[name] for name, of_name in fqns.items() for fqn in of_name}
+        file = MemoryFile(STEPS_NAME, encode_steps(steps))
+        checkpoint = replace(checkpoint, auxiliary=(*checkpoint.auxiliary, AuxiliaryAt(path=STEPS_NAME, file=file)))
     return replace(checkpoint, moments=moments, trained=trained)
 
 

@@ -47,6 +47,7 @@ class SavedOptimizer:
     groups: Mapping[str, ParameterGroup]
     rates: Mapping[str, object]  # the learning rate of the next step, by parameter
     num_steps: int | None  # None: the optimizers do not count them
+    differing: Mapping[str, int]  # of parameters that took fewer: they had no gradient in the others
     names: Set[str]  # the entries of the checkpoint whose meaning is kept
 
 
@@ -77,15 +78,13 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
             moments.setdefault(kind, {})[parameter] = tensor
     counts = moments.pop(_STEP, {})
     steps = {parameter: _num_steps(folder, tensor) for parameter, tensor in sorted(counts.items())}
-    if len(set(steps.values())) > 1:
-        few, many = min(steps, key=lambda fqn: steps[fqn]), max(steps, key=lambda fqn: steps[fqn])
-        problem = f"{few!r} took {steps[few]} optimizer steps, {many!r} took {steps[many]}"
-        raise bad_optimizer(where, problem)
+    num_steps = max(steps.values(), default=None)
     return SavedOptimizer(
         moments=moments,
         groups=read,
         rates={parameter: options[parameter]["lr"] for parameter in state},
-        num_steps=steps.popitem()[1] if steps else None,
+        num_steps=num_steps,
+        differing={parameter: count for parameter, count in steps.items() if count != num_steps},
         names=entries | set(_COUNTS),
     )
 

@@ -75,7 +75,7 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     for key, number in groups.numbers.items():
         options, counts_steps = groups.options[number]
         if counts_steps:
-            saved.add_step(_state_key(key, "step"), trained.step)
+            saved.add_step(_state_key(key, "step"), groups.steps[key])
         for option, value in options.items():
             saved.add_value((_OPTIMIZER, f"{_GROUPS}.{key}.{option}"), value)
     saved.add_value(("train_state", "step"), trained.step)
@@ -90,6 +90,8 @@ class _Groups:
     def __init__(self, checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> None:
         self.where = f"{checkpoint.location}: training"
         self.numbers: dict[str, int] = {}
+        self.steps: dict[str, int] = {}  # that each parameter took
+        self._steps_of_fqns, self._num_steps = checkpoint.steps, trained.step
         self.options: list[tuple[dict[str, object], bool]] = []  # of each group, and whether it counts steps
         self._of_fqn = GroupNumbers(optimizer.groups, checkpoint.shape.ties)
         rate = rate_of(checkpoint, trained)
@@ -103,10 +105,13 @@ class _Groups:
             self.options.append(({**write_options(group, name), **rates}, CLASSES[name].counts_steps))
 
     def add(self, fqn: str, placed: Placed) -> None:
-        number = self._of_fqn.of(fqn)
+        number, steps = self._of_fqn.of(fqn), self._steps_of_fqns.get(fqn, self._num_steps)
         for key in (place.key for place in placed.places):
             if self.options[self.numbers.setdefault(key, number)] != self.options[number]:
                 problem = f"expected one parameter group of all that {key!r} is made of"
+                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
+            if self.steps.setdefault(key, steps) != steps:
+                problem = f"expected one number of optimizer steps of all that {key!r} is made of"
                 raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
 
 

@@ -15,13 +15,14 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import DataPosition, LearningRate, TrainingState
-from manifests.trained import TRAINED_NAME, encode_trained
+from manifests.trained import STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
 from runner.checkpoint.resume import (
     Origin,
     check_fits,
     check_state_of_all,
+    differing_steps,
     find_origins,
     override_notes,
     remember,
@@ -240,6 +241,30 @@ def test_state_of_what_a_run_froze_is_missed_before_anything_is_read(trained: Pa
             check_state_of_all(origin, refused, training)
         assert (error.value.code, error.value.where) == ("resume.no-optimizer-state", f"{trained}/manifest.json")
     wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b'{"version": 2, "steps": {}}',
+        b'{"version": 1, "steps": {"a": -1}}',
+        b'{"version": 1, "steps": {"a": true}}',
+        b"[]",
+    ],
+)
+def test_damaged_step_counts_are_refused_and_others_are_read(text: bytes, trained: Path) -> None:
+    assert differing_steps(open_packed(trained)) == {}
+    counts = {"model.norm.weight": 7, "lm_head.weight": 0}
+    for content in (encode_steps(counts), text):
+        (trained / STEPS_NAME).write_bytes(content)
+        record = {"path": STEPS_NAME, "nbytes": len(content), "digest": digest_bytes(content)}
+        change_manifest(trained, lambda document, record=record: document["files"].append(record))  # type: ignore[misc]
+        if content != text:
+            assert differing_steps(open_packed(trained)) == counts
+            change_manifest(trained, lambda document: document["files"].pop())
+    with pytest.raises(InputError) as error:
+        differing_steps(open_packed(trained))
+    assert str(error.value.where).startswith(str(trained / STEPS_NAME))
 
 
 def other(tmp_path: Path, **config: Any) -> Packed:

@@ -157,6 +157,52 @@ def test_state_is_held_by_name_and_fills_another_set_of_stages(flags: str) -> No
         assert torch.equal(piece.memory, weights[piece.fqn]), piece.fqn
 
 
+@pytest.mark.parametrize("flags", ["adam", "sgd"])
+def test_parameters_without_gradients_count_their_own_steps_from_one_set_of_stages_to_another(flags: str) -> None:
+    """As in torch, whose class steps the same weights; a fused parameter counts for all that it is made of."""
+    whole, expected = (chunks_of("fused", 1) for _ in range(2))
+    first = Optimizer(lead_parameters(whole, ()), optim_of("fused", *SETS[flags]), whole)
+    weights_of_torch = list(expected[0].body.parameters())
+    of_torch: torch.optim.Optimizer = torch.optim.Adam(weights_of_torch, lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    if flags == "sgd":
+        of_torch = torch.optim.SGD(weights_of_torch, lr=LR, weight_decay=0.01, momentum=0.9)
+    one, chunks = first, whole
+    for step in range(1, 6):
+        if step == 4:  # resume on two stages
+            chunks = chunks_of("fused", 2)
+            one = resumed_on(chunks, first, whole, optim_of("fused", *SETS[flags]), step - 1)
+        for stages in (chunks, expected):
+            gradients(stages, step)
+            for chunk in stages:
+                for name, parameter in chunk.body.named_parameters():
+                    if "qkv_proj" in name and step in (1, 3, 5):
+                        parameter.grad = None
+        one.step(step)
+        of_torch.step()
+    weights = {piece.fqn: piece.memory for piece in hf_pieces(expected[0])}
+    pieces = [piece for chunk in chunks for piece in hf_pieces(chunk)]
+    assert [piece.fqn for piece in pieces if not torch.equal(piece.memory, weights[piece.fqn])] == []
+    counts = {fqn: count for chunk in chunks for fqn, count in one.differing_steps(chunk, 5).items()}
+    counted = {fqn: 2 for fqn in weights if "qkv_proj" in fqn}
+    assert counts == ({} if flags == "sgd" else counted), "SGD counts no steps"
+
+
+def resumed_on(
+    chunks: Sequence[StageChunk], one: Optimizer, before: Sequence[StageChunk], optim: OptimOptions, num_steps: int
+) -> Optimizer:
+    held = held_state(before, (), (), one)[0]
+    by_name = {kind: {piece.fqn: piece.memory for piece in pieces} for kind, pieces in held.items()}
+    other = Optimizer(lead_parameters(chunks, ()), optim, chunks)
+    for chunk in chunks:
+        for piece in hf_pieces(chunk):
+            piece.memory.copy_(by_name["weights"][piece.fqn])
+        for kind in kinds_of(other.plan):
+            for piece in other.state_pieces(chunk, kind):
+                piece.memory.copy_(by_name[kind.name][piece.fqn])
+    other.resume(num_steps, one.differing_steps(before[0], num_steps))
+    return other
+
+
 def test_parts_of_one_parameter_in_two_groups_are_refused_by_name(tmp_path: Path) -> None:
     file = tmp_path / "groups.toml"
     file.write_text('[[group]]\nalgorithm = "muon"\npatterns = ["*.experts.0.*"]\n[[group]]\nalgorithm = "adamw"')

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from manifests.codec import decode_manifest
 from manifests.models import model_shape
+from manifests.trained import STEPS_NAME, decode_steps
+from reshard import export
 from runner.config.optimizers import check_state_fits, optimizer_of
 from runner.config.schema import OptimOptions
 from runner.training.algorithms import declare_kinds
@@ -188,6 +190,41 @@ def test_groups_of_unlike_classes_go_there_and_back(
         assert [name for name in expected if not is_same(expected[name], found[name])] == []
     run("pack", tmp_path / "exported", "--layout", "pp=3", "--out", tmp_path / "repacked")
     assert reshard("diff", tmp_path / "again", tmp_path / "repacked").code == 0
+
+
+def test_step_counts_of_parameters_without_gradients_go_there_and_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The MLP of layer 1 had no gradient in the last step, the norm in the first two."""
+    model = new_model(0)
+    optimizer = one_group(model)
+    for step in range(3):
+        tokens = torch.randint(40, (2, 8), generator=torch.Generator().manual_seed(step))
+        model(tokens, labels=tokens).loss.backward()
+        for name, parameter in model.named_parameters():
+            if (step == 2 and "layers.1.mlp" in name) or (step < 2 and name == "model.norm.weight"):
+                parameter.grad = None
+        optimizer.step()
+        model.zero_grad()
+    saved = flattened(model, optimizer)
+    source = save(tmp_path / "step-3", "llama", {**saved, "train_state": {"step": 3, "ntokens_seen": 48}})
+    run("pack", source, "--layout", "pp=2", "--out", tmp_path / "packed")
+    run("pack", tmp_path / "packed", "--layout", "pp=3", "--out", tmp_path / "again")
+    counts = {f"model.layers.1.mlp.{part}_proj.weight": 2 for part in ("gate", "up", "down")}
+    assert decode_steps((tmp_path / "again" / STEPS_NAME).read_bytes(), "") == {**counts, "model.norm.weight": 1}
+    run("export", tmp_path / "again", "--to", "dcp", "--out", tmp_path / "exported")
+    loaded: Options = {"optimizer": {name: saved["optimizer"][name] for name in saved["optimizer"] if ".step" in name}}
+    zeros = {name: torch.zeros_like(step) for name, step in loaded["optimizer"].items()}
+    read: Options = {"optimizer": zeros}
+    dcp.load(read, checkpoint_id=tmp_path / "exported", no_dist=True)  # type: ignore[attr-defined]
+    assert {name: int(step) for name, step in zeros.items()} == {
+        name: int(step) for name, step in loaded["optimizer"].items()
+    }
+    run("pack", tmp_path / "exported", "--layout", "pp=2", "--out", tmp_path / "repacked")
+    assert (tmp_path / "repacked" / STEPS_NAME).read_bytes() == (tmp_path / "again" / STEPS_NAME).read_bytes()
+    export(tmp_path / "again", tmp_path / "universal", to="universal")
+    warnings = [record.args for record in caplog.records if record.name == "reshard.formats.export"]
+    assert [args[1] for args in warnings if isinstance(args, tuple)] == [4]
 
 
 @pytest.mark.parametrize(("rates", "expected"), [((0.005, 0.005, 0.01), 0.005), ((0.005, 0.01, 0.01), None)])
