@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
-from manifests.errors import SourceError
+from manifests.errors import OutputError, SourceError
 from manifests.index import INDEX_NAME
+from manifests.models.config import CONFIG_NAME
 from manifests.versions import VERSION_INDEX
 from stores.base import Folder
 from stores.local import LocalFolder
@@ -24,3 +26,10 @@ def numbers_in(folder: Folder) -> tuple[int, ...]:
     else:
         names = list(folder.names())
     return tuple(sorted(int(match[1]) for match in map(VERSION_INDEX.fullmatch, names) if match))
+
+
+def check_chain(folder: Path, where: str) -> None:
+    """Check that a folder can become a chain: commands would read the chain in the place of a model."""
+    if (folder / CONFIG_NAME).exists() and not numbers_in(LocalFolder(folder)):
+        problem = "is the folder of a model, and commands would read the chain in its place"
+        raise OutputError(where, problem, "publish to another folder", code="output.not-ours")

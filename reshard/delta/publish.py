@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import cast, get_args
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, OutputError, Parameter, SourceError, check_choice
+from manifests.errors import InputError, Parameter, SourceError, check_choice
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
 from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
-from manifests.models.config import CONFIG_NAME
 from manifests.paths import root_shard_path
 from manifests.safetensors import layout_tensors
 from manifests.store import read_small_file
@@ -50,6 +49,7 @@ from stores.folders.lock import locking
 from stores.folders.publish import writing_to
 from stores.local import LocalFile, LocalFolder
 from stores.open import Address, open_store
+from stores.versions import check_chain
 from stores.workers import Take, share_out
 
 _SPOOL_NAME = ".publish.spool"
@@ -377,9 +377,7 @@ def _publishing(chain: Address) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="reshard-publish-") as folder:
             yield Path(folder)
         return
-    if (chain / CONFIG_NAME).exists() and not open_chain(chain).numbers:
-        problem = "is the folder of a model, and commands would read the chain in its place"
-        raise OutputError(str(chain), problem, "publish to another folder", code="output.not-ours")
+    check_chain(chain, str(chain))
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)
         with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):

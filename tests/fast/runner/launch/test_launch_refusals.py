@@ -178,6 +178,16 @@ def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_pat
     pack(step, step, "pp=1", "--force")
 
 
+@pytest.mark.parametrize("model", ["source", "trained"])
+def test_folder_of_a_model_does_not_become_a_chain(model: str, place: Path) -> None:
+    before = files_in(place / model)
+    training = ["--data", "synthetic", "--publish", f"{place}/{model}"]
+    done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
+    assert isinstance(done.exception, UserError), done.output
+    assert (done.exception.code, done.exception.where) == ("output.not-ours", f"--publish {place}/{model}")
+    assert files_in(place / model) == before
+
+
 def test_save_under_the_name_of_a_checkpoint_is_refused(place: Path) -> None:
     training = ["--data", "synthetic", "--checkpoint", f"{place}/ck", "--save", f"{place}/ck/step-000010"]
     done = CliRunner().invoke(cli, ["launch", str(place / "pp2"), "--dry-run", "--", *training])
