@@ -161,6 +161,7 @@ NOT_RUN: Mapping[str, Mapping[str, str]] = {
     "docs/folders.md": {"Llama-3.2-1B-pp2/": "compared with the files of a packed folder"},
     "docs/layouts.md": {
         '{"version": 1, "modules"': "the form of a file, which the block after it writes and reads",
+        '"step": {"overhead_s"': "the rest of that form",
         "reshard plan ./Llama-3.2-1B-pp2 --from-run": "test_search.py plans from a run that traced steps",
     },
     "docs/my-loss-differs.md": {"from examples.dump_torchtitan": "tests/process/runner/proof/test_dumps.py runs it"},

@@ -40,7 +40,7 @@ from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import complete_plan, distribute_model, plans_of, shard_model, summed_by_plan
 from runner.models.whole_model import WholeModel
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, default_dtype
 from runner.tensors.row_parts import RowParts
 
 _PREFIX = "model."  # of names in `StageOfAny`
@@ -288,12 +288,8 @@ class Generic:
     def _find_float32_names(self, dtype: torch.dtype) -> frozenset[str]:
         if dtype.itemsize >= torch.float32.itemsize:
             return frozenset()
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             model = self._whole("meta", dtype)
-        finally:
-            torch.set_default_dtype(default)
         plan = model._get_dtype_plan(dtype)
         listed = build_glob_alternation(list(plan))[0].search if plan else lambda name: None
         stored = model.state_dict()

@@ -23,7 +23,7 @@ from runner.models.routers import Router
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
 from runner.proof.stages import LENGTH, SelfChecked, largest_of
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, default_dtype
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
 
@@ -332,13 +332,13 @@ def _loss(whole: Any, rows: Rows, loss_function: Loss | None = None) -> torch.Te
         texts = [text for (text,) in rows.documents]
         tokens, labels = (torch.stack([torch.nn.functional.pad(text, (0, LENGTH - len(text)), value=value)
                                        for text in texts]) for value in (_FILLER, IGNORED))  # fmt: skip
-        loss: torch.Tensor = whole(tokens, labels)[1]
+        loss: torch.Tensor = _run(whole, tokens, labels)[1]
         return loss
     by_length: dict[int, list[torch.Tensor]] = {}
     for document in (document for row in rows.documents for document in row if len(document) > 1):
         by_length.setdefault(len(document), []).append(document)
     counts = {length: len(documents) * (length - 1) for length, documents in by_length.items()}
-    losses = [whole(torch.stack(documents))[1] * counts[length] for length, documents in by_length.items()]
+    losses = [_run(whole, torch.stack(documents))[1] * counts[length] for length, documents in by_length.items()]
     return torch.stack(losses).sum() / sum(counts.values())
 
 
@@ -348,8 +348,14 @@ def _logits(whole: Any, rows: Rows) -> torch.Tensor:
     for *before, last in rows.documents:  # the last token is a label alone
         length = LENGTH - sum(map(len, before))
         texts = (*before, torch.nn.functional.pad(last[:-1], (0, length - len(last) + 1), value=_FILLER))
-        of_rows.append(torch.cat([whole(text[None])[0][0] for text in texts]))
+        of_rows.append(torch.cat([_run(whole, text[None])[0][0] for text in texts]))
     return torch.stack(of_rows)
+
+
+def _run(whole: Any, *inputs: torch.Tensor) -> Any:
+    """Run a whole model; what it creates without a dtype, such as XGLM's lowest score, is as wide as its parameters."""
+    with default_dtype(next(whole.body.parameters()).dtype):
+        return whole(*inputs)
 
 
 def _route(whole: Any, rows: Rows) -> list[Routing]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -85,6 +86,17 @@ def readable_as(dtype: torch.dtype) -> tuple[str, ...]:
     """Return the stored dtypes that can be read as this one: floating point as floating point, integers as integers."""
     is_float = dtype.is_floating_point
     return tuple(name for name, stored in STORED_DTYPES.items() if stored.is_floating_point == is_float)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Let a block create tensors in this dtype where it names none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def empty_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
