@@ -100,7 +100,7 @@ class Header:
         return digests
 
 
-def read_header(path: Path, *, where: str | None = None) -> Header:
+def read_header(path: Path) -> Header:
     """Read and check the header of a safetensors file.
 
     Raises:
@@ -108,7 +108,7 @@ def read_header(path: Path, *, where: str | None = None) -> Header:
         SourceError: the header is not a JSON object.
         InputError: the file cannot be read.
     """
-    place = where or str(path)
+    place = str(path)
     with system_errors(place, code="store.unreadable"), open(path, "rb", opener=open_regular) as file:
         file_nbytes = os.fstat(file.fileno()).st_size
         raw_nbytes = header_nbytes(file.read(LENGTH_NBYTES), file_nbytes, place)

@@ -203,8 +203,8 @@ class Bundles:
         tied = [members for members in groups if any(member.fqn == tensor.name for member in members)]
         names = [member.fqn for members in tied for member in members if member.stage == stage.index]
         if not names:
-            where, problem = f"{tensor.file}: {tensor.name!r}", f"is not in a module of stage {stage.index}"
-            raise ManifestError(where, problem, code="manifest.wrong-span")
+            problem = f"is not in a module of stage {stage.index}"
+            raise ManifestError(tensor.place, problem, code="manifest.wrong-span")
         return names
 
 

@@ -310,7 +310,7 @@ def gathered(tensor: TensorAt, strides: tuple[int, ...], num_spanned: int) -> Te
     nbytes = max(span.nbytes, tensor.nbytes)
     if nbytes > _MAX_NBYTES:
         raise SourceError(
-            f"{tensor.file}: {tensor.name!r}",
+            tensor.place,
             f"is not contiguous: expected at most {_MAX_NBYTES} bytes, found {nbytes}",
             "save its .contiguous() instead",
             code="source.large-strided-tensor",

@@ -126,7 +126,7 @@ def export(
     has_state = checkpoint.moments and target.has_state and not weights_only and weights != EMA
     if has_state and any(item.path == TRAINED_NAME for item in checkpoint.auxiliary):
         problem = "has optimizer state of the parameters that were not frozen alone"
-        raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
+        raise refuse_state(checkpoint, problem)
     checkpoint = _with_steps(checkpoint)
     if has_state and checkpoint.steps and to != "dcp":
         what = "%s: %d parameters took fewer optimizer steps than the others: with %s they have taken as many"
@@ -246,9 +246,9 @@ def owned_tensors(checkpoint: Checkpoint, tensors: Mapping[str, TensorAt]) -> di
     return owned
 
 
-def refuse_state(where: str, problem: str, *, code: str) -> CheckpointError:
+def refuse_state(checkpoint: Checkpoint, problem: str, *, code: str = "checkpoint.other-optimizer") -> CheckpointError:
     hint = f"{Parameter('weights_only', True)} exports the weights without it"
-    return CheckpointError(where, problem, hint, code=code)
+    return CheckpointError(f"{checkpoint.location}: training", problem, hint, code=code)
 
 
 def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
@@ -256,26 +256,23 @@ def check_moments(checkpoint: Checkpoint, optimizer: OptimizerState) -> None:
     kinds = [kind.name for kind in kinds_of(optimizer)]
     if sorted(kinds) != sorted(MOMENTS):
         problem = f"expected {' and '.join(MOMENTS)} of AdamW alone, found {', '.join(kinds) or 'no state'}"
-        raise refuse_state(f"{checkpoint.location}: training", problem, code="checkpoint.other-optimizer")
+        raise refuse_state(checkpoint, problem)
 
 
 def rate_of(checkpoint: Checkpoint, trained: TrainingState) -> LearningRate:
     if trained.learning_rate is None:
-        problem, where = (
-            "has no learning rate, which an optimizer of torch must have",
-            f"{checkpoint.location}: training",
-        )
-        raise refuse_state(where, problem, code="checkpoint.no-learning-rate")
+        problem = "has no learning rate, which an optimizer of torch must have"
+        raise refuse_state(checkpoint, problem, code="checkpoint.no-learning-rate")
     return trained.learning_rate
 
 
 def adamw_options(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
     """Return the options of the parameter group, at the learning rate of the next step."""
-    rate, where = rate_of(checkpoint, trained), f"{checkpoint.location}: training"
+    rate = rate_of(checkpoint, trained)
     check_moments(checkpoint, optimizer)
     if len(optimizer.groups) > 1 or optimizer.name != "AdamW" or not is_plain(optimizer.groups[0]):
         problem = f"expected AdamW with one parameter group, found {optimizer.name} with {len(optimizer.groups)}"
-        raise refuse_state(where, problem, code="checkpoint.other-optimizer")
+        raise refuse_state(checkpoint, problem)
     group: ParameterGroup = optimizer.groups[0]
     return {
         "lr": rate_at(trained.step, rate), "betas": (group.beta1, group.beta2), "eps": group.eps,

@@ -291,5 +291,4 @@ def _read(tensor: TensorAt) -> bytearray:
 
 
 def _no_dtype(tensor: TensorAt, framework: str, hint: str) -> UsageError:
-    where = f"{tensor.file}: {tensor.name!r}"
-    return UsageError(where, f"{framework} has no dtype for {tensor.dtype}", hint, code="options.array-dtype")
+    return UsageError(tensor.place, f"{framework} has no dtype for {tensor.dtype}", hint, code="options.array-dtype")

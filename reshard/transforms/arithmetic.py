@@ -46,12 +46,8 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
         encoded = encode(decode(block, tensor.dtype), dtype)
         if _num_infinite(encoded, dtype) > _num_infinite(block, tensor.dtype):
             problem = f"a value is too large for {dtype} and would become infinite"
-            raise SourceError(
-                f"{tensor.file}: {tensor.name!r}",
-                problem,
-                "use bf16 or fp32, which have a larger range than fp16",
-                code=WOULD_OVERFLOW,
-            )
+            hint = "use bf16 or fp32, which have a larger range than fp16"
+            raise SourceError(tensor.place, problem, hint, code=WOULD_OVERFLOW)
         yield encoded
 
 

@@ -121,7 +121,7 @@ def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:
 
 
 def _unfit(scale: TensorAt, problem: str) -> SourceError:
-    return SourceError(f"{scale.file}: {scale.name!r}.shape", problem, _OTHER_TOOLS, code="source.quantized-shape")
+    return SourceError(f"{scale.place}.shape", problem, _OTHER_TOOLS, code="source.quantized-shape")
 
 
 def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
@@ -137,11 +137,8 @@ def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
 def _expect(tensor: TensorAt, dtypes: frozenset[str] | set[str]) -> None:
     if tensor.dtype not in dtypes:
         expected = " or ".join(sorted(dtypes))
-        raise SourceError(
-            f"{tensor.file}: {tensor.name!r}.dtype",
-            f"expected {expected}, found {tensor.dtype}",
-            code="source.quantized-dtype",
-        )
+        problem = f"expected {expected}, found {tensor.dtype}"
+        raise SourceError(f"{tensor.place}.dtype", problem, code="source.quantized-dtype")
 
 
 def quantize_weight(

@@ -37,7 +37,7 @@ def check_digest(tensor: TensorAt, digest: str) -> None:
     """Compare the hex digest of a tensor's bytes with that of its shard."""
     if digest != tensor.digest:
         raise ShardError(
-            f"{tensor.file}: {tensor.name!r}",
+            tensor.place,
             f"expected {PREFIX}{tensor.digest}, found {PREFIX}{digest}",
             "the shard was damaged after it was written; reshard verify names all damage",
             code="shard.digest-mismatch",

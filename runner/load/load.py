@@ -216,17 +216,16 @@ def _open_stage(stage: Stage, bundles: Bundles, shape: ModelShape, holds: Holds)
 
 
 def _check_kind(at: TensorAt, piece: Piece) -> None:
-    where = f"{at.file}: {at.name!r}"
     if at.whole_shape != piece.shape:
         raise ShardError(
-            f"{where}.shape",
+            f"{at.place}.shape",
             f"expected {list(piece.shape)} (config.json), found {list(at.whole_shape)}",
             "weights and config disagree; use both from one revision",
             code="shard.wrong-shape",
         )
     if at.dtype not in (names := readable_as(piece.memory.dtype)):
         problem = f"expected one of {', '.join(names)}, found {at.dtype}"
-        raise ShardError(f"{where}.dtype", problem, code="shard.wrong-dtype")
+        raise ShardError(f"{at.place}.dtype", problem, code="shard.wrong-dtype")
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:

@@ -119,7 +119,7 @@ def verify_whole(tensor: ToVerify) -> Iterator[None]:
             if (expected := hashers[region].hexdigest()) != digest:
                 begin, end = list(region.offset), list(region.end)
                 raise ShardError(
-                    f"{at.file}: {at.name!r}",
+                    at.place,
                     f"{begin} to {end}: expected {PREFIX}{expected} (read whole), "
                     f"found {PREFIX}{digest} (read in part)",
                     "two reads of the same bytes differ: check this node's disk, page cache and network",

@@ -148,13 +148,13 @@ def _compared(tensor: TensorAt, copy: TensorAt) -> TensorAt:
     """Return a tensor that is compared with its copy when it is read."""
     if (tensor.dtype, tensor.shape) != (copy.dtype, copy.shape):
         problem = f"is {tensor.dtype} {list(tensor.shape)}, and {copy.dtype} {list(copy.shape)} in the fused projection"
-        raise SourceError(f"{tensor.file}: {tensor.name!r}", problem, _SAVE, code="source.tensor-twice")
+        raise SourceError(tensor.place, problem, _SAVE, code="source.tensor-twice")
 
     def equal_blocks() -> Iterator[Buffer]:
         for block, other in zip(read_blocks(tensor), read_blocks(copy), strict=True):
             if block != other:
                 problem = "differs between the fused projection of queries, keys and values and its own"
-                raise SourceError(f"{tensor.file}: {tensor.name!r}", problem, _SAVE, code="source.tensor-twice")
+                raise SourceError(tensor.place, problem, _SAVE, code="source.tensor-twice")
             yield block
 
     return derive(tensor, tensor.dtype, "equal to its copy", (tensor, copy), equal_blocks)

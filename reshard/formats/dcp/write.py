@@ -68,7 +68,7 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     for kind in kinds_of(trained.optimizer):
         if kind.name not in SHAPES or (kind.shape != "parameter" and for_torchtitan):
             problem = f"has {kind.name}, which no optimizer of {'torchtitan' if for_torchtitan else 'torch'} has"
-            raise refuse_state(groups.where, problem, code="checkpoint.other-optimizer")
+            raise refuse_state(checkpoint, problem)
         for fqn, tensor in checkpoint.moments[kind.name].items():
             if fqn not in tied or fqn in owners:
                 saved.add(place(tensor, is_fused=True), partial(_state_key, kind=kind.name))
@@ -88,31 +88,30 @@ class _Groups:
     """The number of the group of each parameter of another trainer, which may be made of several, all of one group."""
 
     def __init__(self, checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> None:
-        self.where = f"{checkpoint.location}: training"
+        self._checkpoint = checkpoint
         self.numbers: dict[str, int] = {}
         self.steps: dict[str, int] = {}  # that each parameter took
-        self._steps_of_fqns, self._num_steps = checkpoint.steps, trained.step
+        self._num_steps = trained.step
         self.options: list[tuple[dict[str, object], bool]] = []  # of each group, and whether it counts steps
         self._of_fqn = GroupNumbers(optimizer.groups, checkpoint.shape.ties)
         rate = rate_of(checkpoint, trained)
         for group in optimizer.groups:
             name = algorithm_of(group, optimizer)
             if name not in CLASSES:
-                problem = f"expected groups of {', '.join(CLASSES)}, found {name}"
-                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
+                raise refuse_state(checkpoint, f"expected groups of {', '.join(CLASSES)}, found {name}")
             factor = 1.0 if group.rate_factor is None else group.rate_factor
             rates = {"lr": rate_at(trained.step, rate) * factor, "initial_lr": rate.peak * factor}
             self.options.append(({**write_options(group, name), **rates}, CLASSES[name].counts_steps))
 
     def add(self, fqn: str, placed: Placed) -> None:
-        number, steps = self._of_fqn.of(fqn), self._steps_of_fqns.get(fqn, self._num_steps)
+        number, steps = self._of_fqn.of(fqn), self._checkpoint.steps.get(fqn, self._num_steps)
         for key in (place.key for place in placed.places):
             if self.options[self.numbers.setdefault(key, number)] != self.options[number]:
                 problem = f"expected one parameter group of all that {key!r} is made of"
-                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
+                raise refuse_state(self._checkpoint, problem)
             if self.steps.setdefault(key, steps) != steps:
                 problem = f"expected one number of optimizer steps of all that {key!r} is made of"
-                raise refuse_state(self.where, problem, code="checkpoint.other-optimizer")
+                raise refuse_state(self._checkpoint, problem)
 
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:

@@ -132,7 +132,7 @@ def _report_coverage(folder: Folder, weights: Weights, shape: ModelShape, findin
         tensor = tensors[wrong[0]]
         problem = f"expected {list(shape.tensors[wrong[0]])} ({CONFIG_NAME}), found {list(tensor.shape)}"
         findings.add(
-            f"{tensor.file}: {tensor.name!r}.shape",
+            f"{tensor.place}.shape",
             problem + (f"; and {count_of(wrong, 'tensor')} in all" if len(wrong) > 1 else ""),
             "weights and config disagree; download both from one revision",
             wrong,
@@ -182,7 +182,7 @@ def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progre
         if len(set(digests)) > 1:
             first, other = stored[0], stored[1]
             findings.add(
-                f"{other.file}: {other.name!r}",
+                other.place,
                 f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
                 "set tie_word_embeddings to false if the two are meant to differ; else save the model again",
                 code="check.tied-copy",

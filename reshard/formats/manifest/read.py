@@ -96,7 +96,7 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     shape = without_absent(described.shape, stored)
     _check_ties(manifest, stored, where, shape.tensors)
     tensors, record = _tensors_of_source(bundles, stored, record, shape)
-    _check_strays(manifest, stored, tensors, where)
+    _check_strays(manifest, stored, tensors)
     check_coverage(tensors, shape, where)
     optimizer = manifest.training.optimizer if manifest.training else None
     moments = (
@@ -138,7 +138,7 @@ def _moments(
     stored = _stored_tensors(bundles, kind.name, where)
     _check_ties(bundles.manifest, stored, where, trained.tensors)
     tensors, _ = _tensors_of_source(bundles, stored, record, trained)
-    _check_strays(bundles.manifest, stored, tensors, where)
+    _check_strays(bundles.manifest, stored, tensors)
     check_coverage(tensors, trained, where)
     return tensors
 
@@ -187,13 +187,10 @@ def _stored_tensors(bundles: Bundles, holds: Holds, where: str) -> dict[str, Ten
         for tensor in _whole_tensors(bundles, stage, holds):
             if tensor.name in tensors:
                 join_slices(bundles.tensors_on(stage, holds))  # raises if this stage has it twice
-                raise ShardError(f"{tensor.file}: {tensor.name!r}", "is in two shards", code="shard.tensor-twice")
+                raise ShardError(tensor.place, "is in two shards", code="shard.tensor-twice")
             if module_of(tensor.name, modules) is None:
-                raise ShardError(
-                    f"{tensor.file}: {tensor.name!r}",
-                    f"belongs to no module of stage {stage.index}",
-                    code="shard.wrong-stage",
-                )
+                problem = f"belongs to no module of stage {stage.index}"
+                raise ShardError(tensor.place, problem, code="shard.wrong-stage")
             tensors[tensor.name] = tensor
             nbytes += tensor.nbytes
         if holds == WEIGHTS:
@@ -285,14 +282,8 @@ def _names_in_order(record: SourceRecord) -> Iterator[str]:
         yield from (entry.name for entry in in_data_order(shard.header.tensors) if entry.name not in dropped)
 
 
-def _check_strays(
-    manifest: Manifest, stored: Mapping[str, TensorAt], tensors: Mapping[str, TensorAt], where: str
-) -> None:
+def _check_strays(manifest: Manifest, stored: Mapping[str, TensorAt], tensors: Mapping[str, TensorAt]) -> None:
     replicas = {replica.fqn for group in manifest.ties for replica in group.replicas}
     for name, tensor in stored.items():
         if name not in tensors and name not in replicas:
-            raise ShardError(
-                f"{tensor.file}: {name!r}",
-                f"unknown tensor, not in {SOURCE_NAME}",
-                code="shard.unknown-tensor",
-            )
+            raise ShardError(tensor.place, f"unknown tensor, not in {SOURCE_NAME}", code="shard.unknown-tensor")

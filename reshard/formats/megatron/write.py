@@ -164,8 +164,7 @@ def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ..
     for group in optimizer.groups:
         if group.fqns == lines and (len(rest) != 1 or group != replace(rest[0], weight_decay=0.0, fqns=lines)):
             problem = "expected 1-D parameters without weight decay, and otherwise one set of options"
-            where = f"{checkpoint.location}: training"
-            raise refuse_state(where, problem, code="checkpoint.other-optimizer")
+            raise refuse_state(checkpoint, problem)
     if lines and len(rest) == len(optimizer.groups) and rest[0].weight_decay:
         logger.warning(
             "%s: 1-D parameters had a weight decay of %g; in Megatron they have none by default",
