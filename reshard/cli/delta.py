@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from manifests.command.console import table
+from manifests.command.sizes import show_bytes
 from reshard.cli import options
+from reshard.formatting import counted
+
+if TYPE_CHECKING:
+    from reshard.delta.apply import ApplyResult
+    from reshard.delta.chains import ChainEntry, PruneResult, VerifyChainResult
+    from reshard.delta.publish import PublishResult
 
 _chain = click.argument("chain", type=click.Path(), metavar="CHAIN")
 _version = click.option("--version", type=options.WholeNumber(0), metavar="N", show_default="the newest",
                         help="Version of the chain.")  # fmt: skip
+_SHOWN_DIGITS = len("blake3:") + 12
 
 
 @click.group()
@@ -51,12 +62,10 @@ def publish(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta publish ./checkpoints/step-000100 --chain ./chain --dtype bf16
     """
     from reshard.delta.publish import publish_delta
-    from reshard.report.delta import as_json as to_json
-    from reshard.report.delta import publish_text
 
     with options.progress("publish", quiet) as progress:
         done = publish_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: to_json(done), lambda: publish_text(done))
+    options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _publish_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -79,12 +88,10 @@ def apply(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta apply s3://bucket/chain --to ./served
     """
     from reshard.delta.apply import apply_delta
-    from reshard.report.delta import apply_text
-    from reshard.report.delta import as_json as to_json
 
     with options.progress("apply", quiet) as progress:
         done = apply_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: to_json(done), lambda: apply_text(done))
+    options.print_result(quiet, as_json, lambda: _as_json(done), lambda: apply_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -98,10 +105,11 @@ def log(chain: str, as_json: bool) -> None:
       reshard delta log ./chain
     """
     from reshard.delta.chains import delta_log
-    from reshard.report.delta import log_json, log_text
 
     entries = delta_log(chain)
-    options.print_result(False, as_json, lambda: log_json(entries), lambda: log_text(entries))
+    options.print_result(
+        False, as_json, lambda: {"version": 1, "versions": list(map(asdict, entries))}, lambda: _log_text(entries)
+    )
 
 
 @delta.command(cls=options.Verb)
@@ -121,12 +129,10 @@ def fold(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta fold ./chain --version 7 --out ./fork     another chain, from version 7 on
     """
     from reshard.delta.publish import fold_delta
-    from reshard.report.delta import as_json as to_json
-    from reshard.report.delta import publish_text
 
     with options.progress("fold", quiet) as progress:
         done = fold_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: to_json(done), lambda: publish_text(done))
+    options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _publish_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -142,11 +148,9 @@ def prune(chain: str, keep: int, as_json: bool, quiet: bool) -> None:
       reshard delta prune ./chain --keep 50
     """
     from reshard.delta.chains import prune_delta
-    from reshard.report.delta import as_json as to_json
-    from reshard.report.delta import prune_text
 
     done = prune_delta(chain, keep=keep)
-    options.print_result(quiet, as_json, lambda: to_json(done), lambda: prune_text(done))
+    options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _prune_text(done))
 
 
 @delta.command(cls=options.Verb)
@@ -163,12 +167,10 @@ def verify(as_json: bool, quiet: bool, **arguments: Any) -> None:
       reshard delta verify ./chain
     """
     from reshard.delta.chains import verify_delta
-    from reshard.report.delta import as_json as to_json
-    from reshard.report.delta import verify_text
 
     with options.progress("verify", quiet, is_report=True) as progress:
         done = verify_delta(**arguments, progress=progress)
-    options.print_report(done.ok, quiet, as_json, lambda: to_json(done), lambda: verify_text(done))
+    options.print_report(done.ok, quiet, as_json, lambda: _as_json(done), lambda: _verify_text(done))
 
 
 # Each verb's line in the list of verbs.
@@ -181,3 +183,57 @@ for _verb, _short_help in {
     verify: "Compare all bytes with digests.",
 }.items():
     _verb.short_help = _short_help
+
+
+def _as_json(done: PublishResult | ApplyResult | PruneResult | VerifyChainResult) -> dict[str, Any]:
+    return {"version": 1, **asdict(done)}
+
+
+def _publish_text(done: PublishResult) -> str:
+    if not done.is_new:
+        return f"nothing has changed since version {done.number}: {done.location}"
+    if done.is_full:
+        return f"published version {done.number}, full, {show_bytes(done.nbytes)}: {done.location}"
+    changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
+    how = f"{show_bytes(done.changed_nbytes)} of their bytes differ, stored as a delta of {show_bytes(done.nbytes)}"
+    return f"published version {done.number}, {changed}: {how}, its headers included: {done.location}"
+
+
+def apply_text(done: ApplyResult) -> str:
+    unknown = "" if done.is_recorded else "; the chain has checksums of changed tensors, and no digest of the rest"
+    if done.before == done.number and not done.num_changed:
+        how = "whose interrupted switch is finished now" if done.is_resumed else "as before"
+        return f"version {done.number}, {how}: {done.location}"
+    since = "" if done.before is None else f", from version {done.before}"
+    since += ", whose interrupted switch was finished first" if done.is_resumed else ""
+    changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
+    written = f"{show_bytes(done.write_nbytes)} written, {show_bytes(done.read_nbytes)} read"
+    return f"version {done.number}{since}: {changed}, {written}{unknown}: {done.location}"
+
+
+def _log_text(entries: Sequence[ChainEntry]) -> str:
+    if not entries:
+        return "no versions"
+    rows = [
+        (
+            str(entry.number),
+            "full" if entry.base is None else f"since {entry.base}",
+            str(entry.num_tensors),
+            show_bytes(entry.nbytes),
+            (entry.state or "not recorded")[:_SHOWN_DIGITS],
+        )
+        for entry in entries
+    ]
+    return table(("version", "kind", "tensors", "size", "state"), rows)
+
+
+def _prune_text(done: PruneResult) -> str:
+    removed = counted(len(done.removed), "version")
+    return f"removed {removed}; the oldest is {done.oldest}"
+
+
+def _verify_text(done: VerifyChainResult) -> str:
+    versions, tensors = counted(done.num_versions, "version"), counted(done.num_tensors, "tensor")
+    read = f"{versions}, {tensors}, {show_bytes(done.nbytes)} read"
+    lines = [f"{finding.where}: {finding.problem}" for finding in done.findings]
+    return "\n".join([*lines, f"{counted(len(lines), 'difference')}; {read}" if lines else f"verified: {read}"])

@@ -28,7 +28,7 @@ from tests.process import faulty_disk
 for module in (  # once, not in each fork
     "reshard.formats.export", "reshard.packing.pack", "reshard.cli.pack", "reshard.formats.dcp.read",
     "reshard.formats.huggingface.read", "reshard.formats.huggingface.write", "reshard.formats.manifest.read",
-    "reshard.delta.apply", "reshard.delta.chains", "reshard.delta.publish", "reshard.report.delta", "xxhash",
+    "reshard.delta.apply", "reshard.delta.chains", "reshard.delta.publish", "reshard.cli.delta", "xxhash",
     "reshard.packing.parts_place", "reshard.packing.parts", "reshard.transforms.arithmetic",
     "zstandard",
 ):  # fmt: skip

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import reshard
 from manifests.errors import UserError
 from manifests.models import model_shape
+from reshard.cli.delta import apply_text
 from reshard.delta.apply import apply_delta
-from reshard.report.delta import apply_text
 from tests.builders import (
     INDEX,
     Tensor,
