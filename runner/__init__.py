@@ -34,7 +34,7 @@ from manifests.errors import (
 if TYPE_CHECKING:
     from runner.checkpoint.own_module import save_stages
     from runner.data.own import DataRequest, Dataset
-    from runner.evaluation.api import Evaluation, evaluate
+    from runner.evaluation.command import Evaluation, evaluate
     from runner.load.own_module import LoadResult, StateDictAdapter, load_stages
     from runner.models.family import Family
     from runner.models.own import FamilyRequest, NamedFamily, generic_family
@@ -85,7 +85,7 @@ __getattr__, __dir__ = lazy_attributes(
         "runner.checkpoint.own_module": ("save_stages",),
         "runner.load.own_module": ("LoadResult", "StateDictAdapter", "load_stages"),
         "runner.data.own": ("DataRequest", "Dataset"),
-        "runner.evaluation.api": ("Evaluation", "evaluate"),
+        "runner.evaluation.command": ("Evaluation", "evaluate"),
         "runner.models.family": ("Family",),
         "runner.models.own": ("FamilyRequest", "NamedFamily", "generic_family"),
         "runner.pipeline.losses": ("LossFunction", "PerRow", "PerToken"),
