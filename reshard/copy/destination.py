@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
@@ -30,29 +30,10 @@ from stores.folders.publish import partial_of, publishing
 from stores.local import LocalFile
 from stores.open import Address
 
+if TYPE_CHECKING:
+    from reshard.copy.bucket import BucketTarget
 
-class Target(Protocol):
-    """An output under construction, to which `commit` writes the last file."""
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a small file."""
-        ...
-
-    def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
-        """Copy a file of any length, a block at a time, and verify its digest if there is one."""
-        ...
-
-    def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
-        """Write shards."""
-        ...
-
-    def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
-        """Return the size of each of these files, which are complete, and its ETag, "" in a folder."""
-        ...
-
-    def commit(self, name: str, data: bytes) -> None:
-        """Write the file that makes the output valid."""
-        ...
+Target: TypeAlias = "FolderTarget | BucketTarget"
 
 
 def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool, option: str = "out") -> None:
@@ -94,17 +75,22 @@ def _locations(checkpoint: Checkpoint) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class FolderTarget:
-    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed."""
+    """A folder that appears when its `publishing` block ends; with a journal, an interrupted run can be resumed.
+
+    `reshard.copy.bucket.BucketTarget` has the same methods.
+    """
 
     folder: Path
     journal: Journal | None = None
 
     def put(self, name: str, data: bytes) -> None:
+        """Write a small file."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, data)
 
     def copy(self, name: str, file: InputFile, digest: str | None = None) -> AuxiliaryFile:
+        """Copy a file of any length, a block at a time, and verify its digest if there is one."""
         path, blocks = self.folder / name, Blocks(file, digest)
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, blocks)
@@ -118,9 +104,11 @@ class FolderTarget:
         return write_shards(shards, self.folder, replace(options, journal=self.journal))
 
     def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:
+        """Return the size of each of these files, which are complete, and its ETag, "" in a folder."""
         return {name: ((self.folder / name).stat().st_size, "") for name in names}
 
     def commit(self, name: str, data: bytes) -> None:
+        """Write the file that makes the output valid."""
         self.put(name, data)  # the folder loses its journal later, as it gets its name
 
 
