@@ -221,12 +221,18 @@ def refused_by_system(
 
 
 @contextmanager
-def system_errors(where: object, problem: str = "cannot be read", hint: str = "", *, code: str) -> Iterator[None]:
-    """Raise `refused_by_system` where the system refuses what a block does."""
+def system_errors(
+    where: object, problem: str = "cannot be read", hint: str = "", *, code: str, names_file: bool = False
+) -> Iterator[None]:
+    """Raise `refused_by_system` where the system refuses what a block does: of `where`.
+
+    With `names_file` it is of the file that the system names, if it names one.
+    """
     try:
         yield
     except OSError as error:
-        raise refused_by_system(str(where), error, problem, hint, code=code) from error
+        place = error.filename if names_file and error.filename else where
+        raise refused_by_system(str(place), error, problem, hint, code=code) from error
 
 
 def error_json(error: UserError) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, OutputError, Parameter, SourceError, UsageError, refused_by_system
+from manifests.errors import InputError, OutputError, Parameter, SourceError, UsageError, system_errors
 from manifests.index import INDEX_NAME, encode_index, has_index
 from manifests.invariants import MANIFEST_NAME, check_manifest
 from manifests.jsontext import parse_json_object
@@ -196,10 +196,8 @@ class FolderParts:
         return self._base / name
 
     def files(self) -> Mapping[str, FileFacts]:
-        try:
+        with system_errors(self._base, code="output.unreadable"):
             files = dict(self._files_below_base())
-        except OSError as error:
-            raise refused_by_system(str(self._base), error, code="output.unreadable") from error
         for name, nbytes in self._moved().items():
             path = self._partial / "/".join(name.split("/")[2:])
             if name not in files and path.is_file() and path.stat().st_size == nbytes:
@@ -224,15 +222,13 @@ class FolderParts:
         return open_manifest(self._out).manifest
 
     def publish(self, merged: Merged) -> Manifest:
-        try:
-            return self._publish(merged)
-        except OSError as error:  # it can be run again
-            where, hint = str(error.filename or self._out), f"run reshard commit {self._out} again"
-            raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
+        hint = f"run reshard commit {self._out} again"
+        with system_errors(self._out, "cannot be written", hint, code="output.unwritable", names_file=True):
+            self._publish(merged)
+        return merged.manifest
 
-    def _publish(self, merged: Merged) -> Manifest:
-        manifest = merged.manifest
-        names = set(files_in(manifest))
+    def _publish(self, merged: Merged) -> None:
+        names = set(files_in(merged.manifest))
         if self._force:
             check_not_a_step(self._out)
         with publishing(
@@ -246,12 +242,11 @@ class FolderParts:
             keep_only(folder, {*names, RECORD_NAME})
             self._move(merged, folder)
             self._check(merged, folder)
-            if has_index(manifest):
+            if has_index(merged.manifest):
                 FolderTarget(folder).copy(INDEX_NAME, merged.index())
-            write_manifest(folder, manifest)
+            write_manifest(folder, merged.manifest)
             write_file(self._base / _COMMIT_NAME, json.dumps(_identify(folder)).encode())
         self._clear_away()
-        return manifest
 
     def _move(self, merged: Merged, folder: Path) -> None:
         sources = {path: self._base / place / path for path, place in merged.folder_of.items()}

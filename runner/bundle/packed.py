@@ -17,7 +17,7 @@ from manifests.errors import (
     ManifestError,
     ModelError,
     UsageError,
-    refused_by_system,
+    system_errors,
 )
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
@@ -145,17 +145,13 @@ def fetch(read: ReadManifest, folder: Path) -> Packed:
     Several processes may do so at once: each file gets its name when it is whole, the manifest last.
     """
     _check_trainable(read)
-    try:
+    with system_errors(folder, "cannot be written", code="output.unwritable", names_file=True):
         for auxiliary in read.manifest.files:
             path = folder / auxiliary.path
             path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, Blocks(read.folder.file(auxiliary.path), auxiliary.compared_digest), is_durable=False)
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / MANIFEST_NAME, read.data, is_durable=False)
-    except OSError as error:
-        raise refused_by_system(
-            str(error.filename or folder), error, "cannot be written", code="output.unwritable"
-        ) from error
     return open_packed(read, copied_to=folder)
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from manifests.errors import RankError, UserError, refused_by_system
+from manifests.errors import RankError, UserError, system_errors
 from runner.rundir.exit_report import ExitReport, FailureKind, place_of, report_exit
 from runner.rundir.records import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 
@@ -225,14 +225,10 @@ def _doing(thread: int) -> tuple[str, bool]:
 
 def log_to_file(log_dir: Path, rank: int) -> None:
     """Also write this rank's log, and the steps that it prints, to its log file."""
-    try:
+    hint = "choose a --log-dir that this user can write on every node"
+    with system_errors(log_dir, "cannot be written", hint, code="output.unwritable", names_file=True):
         log_dir.mkdir(parents=True, exist_ok=True)
         handler = _LogFile(log_path(log_dir, rank), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        hint = "choose a --log-dir that this user can write on every node"
-        raise refused_by_system(
-            str(error.filename or log_dir), error, "cannot be written", hint, code="output.unwritable"
-        ) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger().addHandler(handler)
     logged = logging.getLogger("runner.progress")
