@@ -34,7 +34,7 @@ from runner.models import family_of
 from runner.pipeline.losses import loss_of_run
 from runner.preflight.combinations import timetable_of
 from runner.proof.combination import Combination, describe_degrees, subsets_of
-from runner.proof.proving import compare
+from runner.proof.proving import compare_twice
 from runner.proof.stages import SelfChecked
 from runner.proof.tiny_step import Distances
 from runner.training.algorithms import plan_groups
@@ -182,10 +182,7 @@ def _end_with_command() -> None:
 
 def _try(run: Combination) -> _Outcome:
     started_s = time.perf_counter()
-    distances, problem = compare(run)
-    if problem and distances is not None:
-        distances, problem = compare(run, seed=1)  # as `prove`
-    return distances, problem, time.perf_counter() - started_s
+    return *compare_twice(run), time.perf_counter() - started_s
 
 
 _COLUMNS = ("loss", "norm", "gradient", "weight", "evaluation loss")

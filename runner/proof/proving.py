@@ -85,12 +85,16 @@ def _join(ranks: Sequence[Distances]) -> Distances:
     )
 
 
+def compare_twice(run: Combination) -> tuple[Distances | None, str | None]:
+    """Compare as `compare` does, and what differs once more: a token between two experts is not between them again."""
+    distances, problem = compare(run)
+    return compare(run, seed=1) if problem and distances is not None else (distances, problem)
+
+
 def prove(run: Combination) -> dict[str, float]:
     """Check a run's combination; every rank calls this. Returns what differs most, and the seconds that it took."""
     started_s = time.perf_counter()
-    distances, problem = compare(run)
-    if problem and distances is not None:
-        distances, problem = compare(run, seed=1)  # a token between two experts is not between them again
+    distances, problem = compare_twice(run)
     if problem:
         where = ""
         for flag, alone in reversed(tuple(run.features())):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -200,8 +200,8 @@ def run_reference(
     optim = replace(optim, plan=plan)
     numbers = GroupNumbers(plan.groups, [[member.fqn for member in group.members] for group in ties])
     is_clipped = {fqn: not plan.groups[numbers.of(fqn)].skips_clipping for fqn in fqns}
-    norm = math.sqrt(math.fsum(_squares(gradients.values() if all(is_clipped.values()) else (
-        in_files[fqn] for fqn in fqns if is_clipped[fqn]))))  # fmt: skip
+    counted = gradients.values() if all(is_clipped.values()) else (in_files[fqn] for fqn in fqns if is_clipped[fqn])
+    norm = math.sqrt(math.fsum(tensor.double().square().sum().item() for tensor in counted))
     optim = _small_step(optim, norm, _EPS * max(map(largest_of, gradients.values())))
     factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
     clipped, rounded_clipped = (
@@ -268,10 +268,6 @@ def _take_step(
     for parameter, values in zip(parameters, torch.split(flat, sizes), strict=True):
         parameter.data = values.view(parameter.shape)
     return frozenset(coarse)
-
-
-def _squares(tensors: Iterable[torch.Tensor]) -> Iterator[float]:
-    return (tensor.double().square().sum().item() for tensor in tensors)
 
 
 def _rounded_gradients(
