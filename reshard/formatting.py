@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence, Set, Sized
 from itertools import groupby, islice
 from typing import TypeVar
 
-from manifests.schema import TieGroup
+from manifests.schema import Layout, TieGroup
 
 WIDTH = 72  # characters of the spec shown around the caret
 _MOST_NAMED = 5  # names in a sentence
@@ -137,3 +137,8 @@ def tie_lines(ties: Sequence[TieGroup]) -> list[str]:
         + ", ".join(f"{replica.fqn} (stage {replica.stage})" for replica in tie.replicas)
         for tie in ties
     ]
+
+
+def describe_layout(layout: Layout) -> str:
+    stages, ranks = counted(layout.num_stages, "stage"), counted(layout.num_ranks, "rank")
+    return f"{layout.spec}: {stages} on {ranks}, style {layout.style}"

@@ -14,7 +14,7 @@ from reshard.checks.compare import tensors_of
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.open import open_both
-from reshard.formatting import counted
+from reshard.formatting import describe_layout
 from reshard.tensors.checkpoint import Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.slices import slices_of
@@ -196,11 +196,7 @@ def _stages(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _layout(checkpoint: Checkpoint) -> str:
-    if checkpoint.manifest is None:
-        return "none"
-    layout = checkpoint.manifest.layout
-    stages, ranks = counted(layout.num_stages, "stage"), counted(layout.num_ranks, "rank")
-    return f"{layout.spec}: {stages} on {ranks}, style {layout.style}"
+    return "none" if checkpoint.manifest is None else describe_layout(checkpoint.manifest.layout)
 
 
 def _measure(difference: TensorDifference, a: TensorAt | None, b: TensorAt | None) -> TensorDifference:

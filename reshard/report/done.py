@@ -16,7 +16,7 @@ from manifests.optimizer_state import describe_optimizer
 from manifests.safetensors import nbytes_of
 from manifests.schema import Manifest
 from reshard.formats.table import Listing, export_targets
-from reshard.formatting import count_of, counted, show_numbers, tie_lines
+from reshard.formatting import count_of, counted, describe_layout, show_numbers, tie_lines
 from reshard.layouts.model import compress_modules
 from reshard.packing.hub_sha256 import HubReport
 from reshard.packing.options import PackResult
@@ -240,7 +240,6 @@ def check_text(done: CheckResult) -> str:
 
 
 def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> str:
-    layout = manifest.layout
     rows = [
         (
             str(stage.index),
@@ -256,14 +255,13 @@ def inspect_text(manifest: Manifest, bundles: Bundles, with_tensors: bool) -> st
     head = ("stage", "rank", "vpp", "modules", "tensors", "params", "bytes")
     training = manifest.training
     optimizer = training.optimizer if training else None
-    stages, ranks = counted(layout.num_stages, "stage"), counted(layout.num_ranks, "rank")
     lines = [
         f"{manifest.model.architecture}, {manifest.model.num_layers} layers, {manifest.model.num_params:,} parameters",
         f"from {manifest.source.kind}: {manifest.source.location}",
         f"written by {manifest.created_by}"
         + (f" after step {training.step}, {training.num_tokens:,} tokens" if training else "")
         + (f", with the optimizer state of {describe_optimizer(optimizer)}" if optimizer else ""),
-        f"layout {layout.spec}: {stages} on {ranks}, style {layout.style}",
+        f"layout {describe_layout(manifest.layout)}",
         table(head, rows, left_columns=frozenset({"modules"})),
         *tie_lines(manifest.ties),
         *_virtual_lines(manifest),
