@@ -49,6 +49,11 @@ def links_out_of(folder: Path, paths: Iterable[str]) -> Iterator[tuple[str, str]
             yield path, target
 
 
+def file_digest(manifest: Manifest, path: str) -> str | None:
+    """Return the digest of an auxiliary file; None if a manifest does not list it."""
+    return next((file.digest for file in manifest.files if file.path == path), None)
+
+
 def no_manifest(where: str, path: Path | None = None) -> InputError:
     """Return an error about a missing manifest; the hint depends on what is found at a local `path`."""
     problem = f"no {MANIFEST_NAME} found"

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from manifests.brief import brief
 from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
+from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Layout, Manifest, Stage
+from manifests.store import file_digest
 from reshard.archives.saved import TORCH_NAMES
 from reshard.formats.open import find_format
 from reshard.formats.table import Listing
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 Framework = Literal["numpy", "torch"]
 
-_CONFIG = "config.json"
 Float = Literal["fp32", "bf16", "fp16"]
 
 
@@ -93,9 +94,7 @@ class PackedModel:
         Raises:
             InputError: it is missing, or does not match its digest.
         """
-        digest = next((file.digest for file in self.manifest.files if file.path == _CONFIG), None)
-        file = self.bundles.root.file(_CONFIG)
-        return read_config(file, digest)
+        return read_config(self.bundles.root.file(CONFIG_NAME), file_digest(self.manifest, CONFIG_NAME))
 
 
 @dataclass(frozen=True, kw_only=True)

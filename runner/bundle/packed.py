@@ -25,7 +25,7 @@ from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model
 from manifests.models.trainable import check_trainable
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
-from manifests.store import read_config, read_small_file, write_file
+from manifests.store import file_digest, read_config, read_small_file, write_file
 from stores.address import is_url
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles
@@ -65,7 +65,7 @@ class Packed:
     @property
     def tokenizer(self) -> str | None:
         """The digest of tokenizer.json, if the checkpoint has one."""
-        return _digest_of(TOKENIZER, self.manifest)
+        return file_digest(self.manifest, TOKENIZER)
 
     @property
     def unnamed(self) -> tuple[str, ...]:
@@ -86,7 +86,7 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
     read = source if isinstance(source, ReadManifest) else open_manifest(source)
     manifest, folder = read.manifest, copied_to or read.root
     path = folder / "config.json"
-    digest = _digest_of(path.name, manifest)
+    digest = file_digest(manifest, path.name)
     if digest is None:
         raise ManifestError(
             str(folder / MANIFEST_NAME), f"does not list {path.name} among its files", code="manifest.missing-file"
@@ -174,7 +174,7 @@ def name_of(location: str) -> str:
 def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
     """Return the names and shapes of the tensors of a manifest's source, without those that were dropped."""
     path = folder / SOURCE_NAME
-    digest = _digest_of(SOURCE_NAME, manifest)
+    digest = file_digest(manifest, SOURCE_NAME)
     if digest is None:
         raise ManifestError(
             str(folder / MANIFEST_NAME), f"{SOURCE_NAME} is not among its files", code="manifest.missing-file"
@@ -197,7 +197,3 @@ def _read_stored(folder: Path, manifest: Manifest) -> StoredTensors:
 def _check_trainable(read: ReadManifest) -> None:
     model = read.manifest.model
     check_trainable(model.architecture, is_described=model.description is not None)
-
-
-def _digest_of(name: str, manifest: Manifest) -> str | None:
-    return next((file.digest for file in manifest.files if file.path == name), None)

@@ -20,7 +20,7 @@ from manifests.errors import CheckpointError
 from manifests.jsontext import parse_json_object
 from manifests.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, RECORD_NAME, digest_of_base, has_adapters
 from manifests.schema import WEIGHTS, TrainingState
-from manifests.store import read_small_file
+from manifests.store import file_digest, read_small_file
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.lora import LoraOptions
@@ -109,8 +109,7 @@ def files_of_peft(out: Path) -> Collection[str] | None:
 
 def _decode(origin: Packed) -> Mapping[str, Any]:
     path = origin.root / RECORD_NAME
-    digest = next(file.digest for file in origin.manifest.files if file.path == RECORD_NAME)
-    record = parse_json_object(read_small_file(path, digest), str(path))
+    record = parse_json_object(read_small_file(path, file_digest(origin.manifest, RECORD_NAME)), str(path))
     if record.get("version") != _VERSION or not all(isinstance(record.get(name), dict) for name in ("base", "lora")):
         raise CheckpointError(str(path), f"expected version {_VERSION}", code="checkpoint.bad-adapter-record")
     return record

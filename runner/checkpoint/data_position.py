@@ -12,7 +12,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, DataError
 from manifests.jsontext import parse_json_object
 from manifests.schema import AuxiliaryFile, DataPosition
-from manifests.store import read_small_file
+from manifests.store import file_digest, read_small_file
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC, DataOptions
@@ -135,11 +135,10 @@ def read_state(packed: Packed) -> str:
 
 
 def _read_value(packed: Packed, name: str, field: str) -> object:
-    auxiliary = next((file for file in packed.manifest.files if file.path == name), None)
-    if auxiliary is None:
+    if (digest := file_digest(packed.manifest, name)) is None:
         return None
     path = packed.root / name
-    return parse_json_object(read_small_file(path, auxiliary.digest), str(path)).get(field, "nothing")
+    return parse_json_object(read_small_file(path, digest), str(path)).get(field, "nothing")
 
 
 def _each_digest(listed: Sequence[_Files]) -> tuple[str, ...]:

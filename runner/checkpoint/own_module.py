@@ -186,7 +186,7 @@ def _pieces_of(packed: Packed, stages: Sequence[int], tensors: _Tensors) -> _Pie
     """Return this rank's parts of the tensors by stage; of tied weights, all members that the stages store."""
     tensors = dict(tensors)
     for group in packed.manifest.ties:
-        members = [member.fqn for member in (group.owner, *group.replicas) if member.stage in stages]
+        members = [member.fqn for member in group.members if member.stage in stages]
         weight = next((tensors[fqn] for fqn in members if fqn in tensors), None)
         if weight is not None:
             tensors |= {fqn: tensors.get(fqn, weight) for fqn in members}
@@ -225,11 +225,7 @@ def _groups_of(models: Sequence[nn.Module], optimizer: torch.optim.AdamW, to_hf:
 
 def _digests_of_ties(packed: Packed, pieces: Mapping[Holds, _Pieces]) -> dict[_TiedRegion, str]:
     """Return the digest of each region of tied tensors."""
-    numbers = {
-        member.fqn: number
-        for number, group in enumerate(packed.manifest.ties)
-        for member in (group.owner, *group.replicas)
-    }
+    numbers = {member.fqn: number for number, group in enumerate(packed.manifest.ties) for member in group.members}
     return {
         (numbers[piece.fqn], holds, piece.fqn, piece.part): digest_bytes(bytes_of(piece.memory.cpu().contiguous()))
         for holds, by_stage in pieces.items()

@@ -20,7 +20,7 @@ from manifests.schema import (
     TrainedDtype,
     TrainingState,
 )
-from manifests.store import read_small_file
+from manifests.store import file_digest, read_small_file
 from manifests.trained import STEPS_NAME, TRAINED_NAME, decode_steps, decode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
@@ -100,7 +100,7 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
 
 def check_state_of_all(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
     """Check that a checkpoint whose run froze parameters has the optimizer state of all that this run trains."""
-    recorded = next((file.digest for file in origin.manifest.files if file.path == TRAINED_NAME), None)
+    recorded = file_digest(origin.manifest, TRAINED_NAME)
     if recorded is None or training is None or training.optimizer is None or not kinds_of(training.optimizer):
         return
     path = origin.root / TRAINED_NAME
@@ -115,7 +115,7 @@ def check_state_of_all(origin: Packed, options: TrainOptions, training: Training
 
 def differing_steps(origin: Packed) -> dict[str, int]:
     """Return how many optimizer steps parameters took, by FQN, where it is not the checkpoint's number."""
-    recorded = next((file.digest for file in origin.manifest.files if file.path == STEPS_NAME), None)
+    recorded = file_digest(origin.manifest, STEPS_NAME)
     path = origin.root / STEPS_NAME
     return {} if recorded is None else decode_steps(read_small_file(path, recorded), str(path))
 

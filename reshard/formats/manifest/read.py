@@ -14,6 +14,7 @@ from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
 from manifests.safetensors import in_data_order
 from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
+from manifests.store import file_digest
 from manifests.trained import TRAINED_NAME, decode_trained
 from reshard.copy.engine import hash_tensors
 from reshard.formats.auxiliary import has_section, without_section
@@ -145,11 +146,10 @@ def _moments(
 
 def _not_frozen(bundles: Bundles, shape: ModelShape) -> ModelShape:
     """Leave out the parameters that the run froze, if it froze some: they have no optimizer state."""
-    recorded = next((file for file in bundles.manifest.files if file.path == TRAINED_NAME), None)
-    if recorded is None:
+    if (recorded := file_digest(bundles.manifest, TRAINED_NAME)) is None:
         return shape
     file = bundles.root.file(TRAINED_NAME)
-    fqns = decode_trained(read_whole(file, recorded.digest), str(file))
+    fqns = decode_trained(read_whole(file, recorded), str(file))
     return replace(shape, tensors={fqn: dims for fqn, dims in shape.tensors.items() if fqn in fqns})
 
 
