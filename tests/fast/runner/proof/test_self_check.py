@@ -371,6 +371,11 @@ def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> 
     assert compare(combination("LlamaForCausalLM", 1, "--train-only", "mlp"))[1] is None
 
 
+def test_a_model_with_masters_creates_scores_as_wide_as_they_are() -> None:
+    """Of a model in float64, XGLM's lowest score is no float32."""
+    assert compare(combination("XGLMForCausalLM", 1, "--dtype", "bf16", "--master-dtype", "fp32"))[1] is None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [name for name, flags in FLAGS.items() if flags])
 def test_biases_and_gradients_of_routers_are_those_of_one_process(architecture: str) -> None:
