@@ -116,7 +116,7 @@ def publish_delta(
     new = with_config_for(cast_checkpoint(opened, dtype), dtype)
     with _publishing(_address(chain)) as spool:
         opened_chain = open_chain(chain)
-        old = _old_state(opened_chain, base)
+        old = None if full and base is None else _old_state(opened_chain, base)
         number = opened_chain.numbers[-1] + 1 if opened_chain.numbers else 1
         publisher = _Publisher(_address(chain), number, parallelism or Parallelism())
         if full or old is None or not _are_alike(old, new):

@@ -77,7 +77,7 @@ def open_version(
         return follow(base, chain, line, verifies_each=verifies_each)
     if not line[0].is_full:
         problem = f"version {line[0].number} is a delta of version {line[0].base}, which the chain does not have"
-        hint = "apply it to a folder that has the base: reshard delta apply CHAIN --to DIR"
+        hint = "apply it to a folder that has the base, or publish a full version: reshard delta publish NEW --full"
         raise SourceError(str(chain), problem, hint, code="source.no-full-version")
     full = open_full(chain, line[0], options)
     return follow(full, chain, line[1:], verifies_each=verifies_each, scratch=scratch)

@@ -254,6 +254,23 @@ def test_prune_keeps_what_the_last_versions_are_computed_from(
     assert reshard.verify_delta(chain).ok
 
 
+@pytest.mark.parametrize("has_base", [False, True])
+def test_full_version_can_follow_what_cannot_be_read(
+    has_base: bool, chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    folder, states = published
+    if has_base:  # which the chain has not
+        chain = tmp_path / "of a base"
+        run("delta", "publish", folder / "v2", "--chain", chain, "--base", folder / "v1")
+    else:
+        shutil.rmtree(chain / "weight_v000002")
+    code = "source.no-full-version" if has_base else "source.broken-chain"
+    assert refusal("delta", "publish", folder / "v3", "--chain", chain).found[:2] == (3, code)
+    run("delta", "publish", folder / "v3", "--chain", chain, "--full")
+    apply_delta(chain, tmp_path / "served")
+    assert served(tmp_path / "served") == states[2]
+
+
 def test_equal_digests_are_not_read(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
     """Between two manifests, only the tensors that differ are read: a bit of any other may be flipped."""
     folder, states = published
