@@ -24,6 +24,7 @@ from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
 from manifests.safetensors import layout_tensors
 from manifests.store import read_small_file
+from manifests.trained import STEPS_NAME, TRAINED_NAME
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
@@ -362,8 +363,9 @@ def _are_alike(old: Checkpoint, new: Checkpoint) -> bool:
 
 
 def _auxiliary(checkpoint: Checkpoint) -> list[AuxiliaryAt]:
-    """Return the files that receivers get: none that describe the source's files."""
-    return [item for item in forget_source(checkpoint).auxiliary if not item.path.startswith(SOURCE_FILES)]
+    """Return the files that receivers get: none that describe the source's files, or how they were trained."""
+    omitted = (SOURCE_FILES, TRAINED_NAME, STEPS_NAME)
+    return [item for item in forget_source(checkpoint).auxiliary if not item.path.startswith(omitted)]
 
 
 def _address(chain: str | Path) -> Address:

@@ -16,13 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import reshard
+from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models import model_shape
+from manifests.trained import encode_steps, encode_trained
 from reshard.cli.delta import apply_text
 from reshard.delta.apply import apply_delta
 from tests.builders import (
     INDEX,
     Tensor,
+    edit_manifest,
     files_in,
     flip,
     llama_config,
@@ -252,6 +255,16 @@ def test_prune_keeps_what_the_last_versions_are_computed_from(
     apply_delta(chain, tmp_path / "served")
     assert served(tmp_path / "served") == published[1][0]
     assert reshard.verify_delta(chain).ok
+
+
+def test_files_about_training_are_not_published(chain: Path, tmp_path: Path) -> None:
+    run("pack", f"{chain}@{NUM_STATES}", "--layout", "pp=1", "--out", tmp_path / "checkpoint")
+    files = {"trained.json": encode_trained([]), "optimizer-steps.json": encode_steps({"lm_head.weight": 1})}
+    for name, data in files.items():
+        (tmp_path / "checkpoint" / name).write_bytes(data)
+        entry = {"path": name, "nbytes": len(data), "digest": digest_bytes(data)}
+        edit_manifest(tmp_path / "checkpoint", lambda document, entry=entry: document["files"].append(entry))
+    assert not run("delta", "publish", tmp_path / "checkpoint", "--chain", chain, "--json").json["is_new"]
 
 
 @pytest.mark.parametrize("has_base", [False, True])
