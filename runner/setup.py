@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 
 import torch
 
@@ -32,7 +33,7 @@ from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
-from runner.load.load import LoadReport, Reading
+from runner.load.load import LoadReport, Reading, stored_dtypes
 from runner.load.local_cache import CacheReport, check_same_manifest, local_cache_of
 from runner.load.stored import StageLoader
 from runner.metrics.gauges import memory_nbytes
@@ -212,7 +213,11 @@ def _begin(
         base_nbytes = memory_nbytes(device)
         ties = ties_of(family, stages)
         trains = trained_by(options, map(names_of, ties))
-        chunks = build_stages(family, stages, options.compute, mesh, device, trains)
+        dtypes = dict[str, torch.dtype]()
+        if options.train_only:
+            modules = (stages.modules[stage] for stage in stages.placement.stages_on(mesh.pipeline_rank))
+            dtypes = stored_dtypes(chain.from_iterable(modules), base.bundles)
+        chunks = build_stages(family, stages, options.compute, mesh, device, trains, dtypes)
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     world.start.end("build_s")
     weights = [piece for piece in pieces if not is_adapter(piece.fqn)]
@@ -324,7 +329,8 @@ def _plan_memory(
     table = timetable.planned(part_of(options.batch, mesh.degrees).num_microbatches)
     modules, degrees, is_cuda = launched.stage_modules, mesh.degrees, device.type == "cuda"
     host_memory: HostMemory | None = None if is_cuda else "compact"
-    estimate = planned_memory(launched.shape, modules, table, options, degrees, host_memory=host_memory)
+    config = launched.config
+    estimate = planned_memory(launched.shape, modules, table, options, degrees, host_memory=host_memory, config=config)
     memory = estimate.ranks[mesh.pipeline_rank]
     if is_cuda:
         return memory.total

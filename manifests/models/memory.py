@@ -13,6 +13,7 @@ A backward in two parts frees nothing in the first, I: until the second, W, ther
 recomputed, and the gradients of what every weight gives. Only the loss is done. Of the first stage, W does it all.
 
 A frozen parameter has its weight alone, in the dtype of computation. Its activations are counted as if it were trained.
+If files have it in another dtype, that is what FSDP gathers from, and otherwise there is a copy in host memory.
 
 A tensor that another rank sends is in memory from its receive until the backward of its microbatch: a stage's input,
 which is then not counted among the activations as well, and the gradient of its output. What a stage sends is in
@@ -336,7 +337,9 @@ def _state_nbytes(
                 by_shards[shards] += times * count
                 state[shards] += times * round(count * (training.state_of(fqn) + average))
             elif training.is_sharded:
-                optimizer += times * (count * policy.compute // shards)  # gathered from
+                optimizer += times * (count * (training.frozen_nbytes or policy.compute) // shards)  # gathered from
+            elif not training.is_fused and training.frozen_nbytes not in (None, policy.compute):
+                optimizer += times * count * training.frozen_nbytes
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())

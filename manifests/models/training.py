@@ -95,6 +95,7 @@ class Training:
     host_memory: HostMemory | None = None  # None: on GPUs
     trains: Callable[[str], bool] = lambda fqn: True  # what is frozen has no gradient and no optimizer state
     state_of: Callable[[str], float] = lambda fqn: 2.0  # numbers of optimizer state for each of a tensor's parameters
+    frozen_nbytes: int | None = None  # of an element of a frozen weight as files have it; None: as it is computed with
     keeps_average: bool = False  # --ema: of the weights, in float32
     adapters: Mapping[str, int] = field(default_factory=dict, hash=False)  # parameters of each adapter
 

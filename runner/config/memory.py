@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from manifests.errors import UsageError
 from manifests.models import ModelShape
@@ -20,6 +21,7 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import trained_by
 
 _NBYTES = {"fp32": 4, "bf16": 2}
+_STORED_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def planned_memory(
@@ -30,8 +32,12 @@ def planned_memory(
     degrees: ParallelDims,
     *,
     host_memory: HostMemory | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs."""
+    """Estimate the memory of a run on each stage and pipeline rank; `host_memory` is None on GPUs.
+
+    The model's `config` says the dtype in which frozen weights are kept.
+    """
     compute, batch, lora = options.compute, options.batch, options.lora
     sizes = () if lora is None else adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts)
     plan, state = options.optim.plan, dict[str, float]()  # the launcher has no plan
@@ -42,6 +48,7 @@ def planned_memory(
     if plan is not None:
         kinds = tuple(kind for kind in kinds_of(plan) if kind.name != EMA)  # which may be wider than other state
         state = count_state(replace(plan, kinds=kinds), shape.tensors, shape.ties)
+    stored = (config or {}).get("dtype", (config or {}).get("torch_dtype"))
     training = Training(
         policy=DtypePolicy(
             name=compute.dtype,
@@ -63,6 +70,7 @@ def planned_memory(
         trains=trained_by(options, shape.ties) or (lambda fqn: True),
         adapters=dict(sizes),
         state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW
+        frozen_nbytes=_STORED_NBYTES.get(str(stored)) if options.train_only else None,
         keeps_average=bool(options.optim.ema),
     )
     return estimate_memory(shape, stages, table, training)

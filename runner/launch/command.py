@@ -263,7 +263,8 @@ def _plan_memory(
     table = Table(placement=placement, num_microbatches=0, ranks=((),) * placement.num_ranks)
     if options.resume.source is None:  # a checkpoint may recall another batch size
         _, table = _timetable(launched, options, degrees)
-    return planned_memory(launched.shape, launched.stage_modules, table, options, degrees, host_memory=host_memory)
+    shape, modules, config = launched.shape, launched.stage_modules, launched.config
+    return planned_memory(shape, modules, table, options, degrees, host_memory=host_memory, config=config)
 
 
 def _timetable(launched: Packed, options: TrainOptions, degrees: ParallelDims) -> tuple[str, Table]:

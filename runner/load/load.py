@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+import torch
+
 from manifests.digest import Hasher
 from manifests.errors import ShardError
 from manifests.index import split_by_size
@@ -128,6 +130,18 @@ def count_unverified(reads: Iterable[Read]) -> int:
     return len({read.at.name for read in reads if read.at.blake3 is None})
 
 
+def stored_dtypes(modules: Iterable[str], bundles: Bundles) -> dict[str, torch.dtype]:
+    """Return the dtypes in which the weights of these modules are stored, by FQN, from headers alone."""
+    manifest, wanted = bundles.manifest, frozenset(modules)
+    stages = (stage for stage in manifest.stages if not wanted.isdisjoint(stage.modules))
+    dtypes = {at.name: STORED_DTYPES[at.dtype] for stage in stages for at in bundles.tensors_on(stage)
+              if at.dtype in STORED_DTYPES}  # fmt: skip
+    for group in manifest.ties:
+        for replica in group.replicas if group.owner.fqn in dtypes else ():
+            dtypes.setdefault(replica.fqn, dtypes[group.owner.fqn])
+    return dtypes
+
+
 _Bytes = tuple[InputFile, int, Slice]  # a file, the offset of a tensor in it, and a region of the tensor
 
 
@@ -154,7 +168,8 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
         return []
     runs = tuple(_runs(sorted(reads, key=lambda read: (str(read.at.file), read.ranges[0]))))
     parts: list[PartRead] = []
-    device = reads[0].into.memory.device
+    devices = {read.into.memory.device for read in reads}
+    device = next((device for device in devices if device.type == "cuda"), reads[0].into.memory.device)
 
     def fill_runs(take: Take[list[Read]], stop: threading.Event) -> None:
         blocks = PinnedBlocks(device)

@@ -139,7 +139,7 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     exact = float32_names(chunk, FLAG_DTYPES[compute.dtype])
     exact = [name for name, _ in chunk.body.named_parameters() if name in exact]
     check_float32(chunk.family.architecture, exact, compute, mesh.degrees)
-    dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters else None
+    dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters or chunk.dtypes else None
     # What stages compute in float32 stays so: parameters as the family has them, and the inputs of layers.
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype], cast_forward_inputs=False

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class StageChunk(nn.Module):
         self.body = family.build(modules)
         self.device = torch.device("meta")
         self.frozen: frozenset[str] = frozenset()  # names in the body of parameters that the run does not train
+        self.dtypes: Mapping[str, torch.dtype] = {}  # of those of them that have others than computation, by name
         self.io: StageIO | None = None
         self.head: ChunkedHead | None = None  # if logits are computed in chunks of tokens
 
@@ -52,6 +54,15 @@ class StageChunk(nn.Module):
             if not any(map(trains, fqns)):
                 self.frozen |= {name}
                 parameter.requires_grad_(False)
+
+    def frozen_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Return the dtypes that files have of frozen parameters, by name; `stored` are those of tensors, by FQN."""
+        dtypes: dict[str, torch.dtype] = {}
+        for name, parameter in self.body.named_parameters():
+            pieces = self.family.pieces(name, parameter, (0,) * parameter.dim()) if name in self.frozen else ()
+            if known := [stored[piece.fqn] for piece in pieces if piece.fqn in stored]:
+                dtypes[name] = reduce(torch.promote_types, known)
+        return dtypes
 
     def trained_fqns(self) -> list[str]:
         """Return what files have of the parameters that the run trains and this rank has a part of."""
@@ -140,7 +151,9 @@ def cast(chunk: StageChunk, dtype: torch.dtype, compute_dtype: torch.dtype | Non
     compute_dtype = compute_dtype or dtype
     exact = float32_names(chunk, compute_dtype)
     dtypes = {
-        id(tensor): torch.float32 if name in exact else compute_dtype if name in chunk.frozen else dtype
+        id(tensor): torch.float32
+        if name in exact
+        else chunk.dtypes.get(name, compute_dtype if name in chunk.frozen else dtype)
         for name, tensor in chunk.body.named_parameters()
     }
     for name, buffer in chunk.body.named_buffers():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -255,15 +254,6 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
     if shown:
         lines.append(f"recalled from the checkpoint: {', '.join(shown)}")
     return lines
-
-
-def rounding_notes(config: Mapping[str, Any], options: TrainOptions) -> tuple[str, ...]:
-    """Return a note where frozen weights of a float32 model, which have no masters, are saved in another dtype."""
-    is_wide = config.get("dtype", config.get("torch_dtype")) == "float32"
-    if not (is_wide and options.train_only and options.compute.has_masters):
-        return ()
-    dtype = options.compute.dtype
-    return (f"frozen weights, float32 in config.json, are {dtype} in checkpoints and --save: they have no masters",)
 
 
 def is_less_than_a_step(data: DataOptions, batch: BatchOptions) -> bool:

@@ -11,7 +11,7 @@ from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.config.flags import TrainOptions, recall
 from runner.preflight.combinations import check_balance, expert_notes
-from runner.preflight.preflight import notes, rounding_notes
+from runner.preflight.preflight import notes
 from runner.rundir.records import read_run_record
 from runner.training.algorithms import plan_groups
 
@@ -46,7 +46,6 @@ def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> S
     run = None if training is None else read_run_record(options.log_dir)
     lines += expert_notes(launched.shape.tensors, options.balance, run)
     lines += _beyond_positions(launched, options)
-    lines += rounding_notes(launched.config, options)
     return Start(origin=origin, training=training, options=options, notes=lines)
 
 

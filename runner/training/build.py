@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals
-from runner.training.mixed_precision import keep_masters
+from runner.training.mixed_precision import keep_as_stored, keep_masters
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine
 from runner.training.ties import build_ties, follow_leaders, lead_parameters
@@ -69,8 +69,12 @@ def build_stages(
     mesh: Mesh,
     device: torch.device,
     trains: Trains | None = None,
+    stored: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[StageChunk, ...]:
-    """Build this rank's stages, and no others, and allocate their memory. What is trained is decided here."""
+    """Build this rank's stages, and no others, and allocate their memory. What is trained is decided here.
+
+    Frozen weights are saved in the dtypes that files have, `stored` by FQN: see Note [Frozen weights].
+    """
     chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
     is_fsdp = is_sharded(mesh.degrees, compute)
     compute_dtype = FLAG_DTYPES[compute.dtype]
@@ -78,9 +82,14 @@ def build_stages(
     for chunk in chunks:
         if trains is not None:
             chunk.freeze(trains)
+        of_files = chunk.frozen_dtypes(stored or {})
+        if is_fsdp:
+            chunk.dtypes = {name: of_file for name, of_file in of_files.items() if of_file != compute_dtype}
         cast(chunk, dtype, compute_dtype)
         parallelize(chunk, mesh, compute)
         materialize(chunk, device=device, dtype=dtype, compute_dtype=compute_dtype)
+        if not is_fsdp:
+            keep_as_stored(chunk.body, of_files)
     if compute.has_masters and not is_fsdp:
         frozen = set[int]().union(*(chunk.frozen_ids() for chunk in chunks))
         keep_masters(chunks, FLAG_DTYPES[compute.master_dtype], frozen)

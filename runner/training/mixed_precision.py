@@ -8,14 +8,20 @@ gradients of a microbatch are bfloat16; gradient accumulation into `.grad` is fl
 gradient clipping read `.grad` alone. Matrices get the same bits as with FSDP2's `MixedPrecisionPolicy`; gradients of
 norms, which autograd computes in float32, are not rounded to bfloat16 in between, unlike there. Where parameters are
 sharded that policy does all of this, and a parameter is its own master.
+
+# Note [Frozen weights]
+A weight that is not trained has the bytes of the files in every checkpoint. Where it is computed with in another dtype,
+its master is the weight as files have it: in host memory, for only saves read it. A sharded parameter has that dtype
+itself, and FSDP casts what it gathers; what a family keeps in float32 is an exception, and saved so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from runner.tensors.local_shard import empty_like
 
@@ -36,8 +42,21 @@ def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype, frozen: Conta
         parameter.grad = torch.zeros_like(like, device=parameter.device)
 
 
+def keep_as_stored(body: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Allocate masters of frozen parameters, by name, in the dtypes that files have, not yet filled."""
+    for name, dtype in dtypes.items():
+        parameter = body.get_parameter(name)
+        if parameter.dtype == dtype:
+            continue
+        if isinstance(parameter, DTensor):  # of tensor-parallel ranks, which gather it on their device
+            setattr(parameter, _MASTER, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
+        else:
+            like = torch.empty(parameter.shape, dtype=dtype, device="meta")
+            setattr(parameter, _MASTER, empty_like(like, torch.device("cpu")))
+
+
 def master_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the weight that the optimizer steps: the parameter's master, or the parameter where it has none."""
+    """Return the weight that is stepped and saved: the parameter's master, or the parameter where it has none."""
     master: torch.Tensor = getattr(parameter, _MASTER, parameter)
     return master
 
@@ -59,7 +78,7 @@ def share_master(parameters: Sequence[nn.Parameter]) -> None:
 
 def zero_gradient(parameter: nn.Parameter) -> None:
     """Reset a parameter's gradient."""
-    if master_of(parameter) is parameter:
+    if master_of(parameter) is parameter or not parameter.requires_grad:
         parameter.grad = None
     else:
         assert parameter.grad is not None

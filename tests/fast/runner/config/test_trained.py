@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from manifests.errors import UserError
 from manifests.models import model_shape
 from manifests.models.adapters import adapter_sizes, matches_target, parse_peft_config, parse_target
 from manifests.models.memory import estimate_memory
-from manifests.models.training import POLICIES, Training
+from manifests.models.training import POLICIES, HostMemory, Training
 from manifests.placement import Placement
 from manifests.schedules.tables import schedule_table
 from runner.config.flags import parse_training
+from runner.config.memory import planned_memory
+from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import check_trained, trained_by, trained_params
 from tests.fast.manifests.models.built import read_config
 
@@ -121,3 +124,22 @@ def test_frozen_weights_need_no_gradients_and_no_optimizer_state() -> None:
     num_frozen, num_trained = SHAPE.num_params, sum(sizes.values())
     assert memory.weights == 2 * (num_frozen + num_trained)
     assert (memory.gradients, memory.optimizer) == (4 * num_trained, 12 * num_trained)
+
+
+@pytest.mark.parametrize(
+    ("stored", "degrees", "host_memory", "nbytes"),
+    [
+        ("float32", ParallelDims(pipeline=1), "compact", 4),  # a copy in host memory
+        ("float32", ParallelDims(pipeline=1), None, 0),  # which a GPU does not have
+        ("bfloat16", ParallelDims(pipeline=1), "compact", 0),
+        ("float32", ParallelDims(pipeline=1, shard=2), None, 1),  # half of 4 bytes instead of 2
+    ],
+)
+def test_frozen_weights_are_planned_as_files_have_them(
+    stored: str, degrees: ParallelDims, host_memory: HostMemory | None, nbytes: int
+) -> None:
+    table = schedule_table("1F1B", Placement(num_stages=1, num_ranks=1, style="loop"), 1)
+    options = parse_training([*BASE, "--train-only", "lm_head", "--dtype", "bf16"])
+    plan = partial(planned_memory, SHAPE, [SHAPE.modules], table, options, degrees, host_memory=host_memory)
+    before, after = (plan(config=config).stages[0].optimizer for config in (None, {"dtype": stored}))
+    assert after - before == nbytes * (SHAPE.num_params - SHAPE.count_params("lm_head.weight"))

@@ -16,7 +16,7 @@ from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
 from runner.preflight.combinations import balance_flags, check_balance, expert_notes
-from runner.preflight.preflight import check_length, is_less_than_a_step, notes, rounding_notes
+from runner.preflight.preflight import check_length, is_less_than_a_step, notes
 from tests.builders import edit_manifest, llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
@@ -302,18 +302,6 @@ def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], fl
     for note in found:
         assert flag in note
         wording(note)
-
-
-def test_frozen_weights_that_are_saved_with_less_precision_are_noted(wording: Wording) -> None:
-    masters, only = (*HALF, "--master-dtype", "fp32"), ("--train-only", "lm_head")
-
-    def noted_of(dtype: str, *flags: str) -> tuple[str, ...]:
-        return rounding_notes({"dtype": dtype}, parse_training(["--data", "synthetic", *flags]))
-
-    (note,) = noted_of("float32", *masters, *only)
-    wording(note)
-    for dtype, flags in (("bfloat16", (*masters, *only)), ("float32", masters), ("float32", (*HALF, *only))):
-        assert noted_of(dtype, *flags) == ()
 
 
 @pytest.mark.parametrize(("nbytes", "is_noted"), [(2, True), (63, True), (64, False)])

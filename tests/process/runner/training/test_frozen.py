@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from reshard.formats.open import open_source
-from tests.builders import pack, refusal, run
+from tests.builders import EMBEDDING, HEAD, pack, refusal, run
+from tests.fast.runner.tiny import save_model
 from tests.process.local_jobs import forked_runner
+from tests.process.runner.training_jobs import job, run_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 FLAGS = ("--data", "synthetic", "--seq-len", "16", "--decay-steps", "9", "--no-self-check", "--device", "cpu")
@@ -57,3 +64,62 @@ def test_frozen_weights_keep_their_bytes_and_have_no_optimizer_state(packed: Pat
     assert changed == {fqn for fqn in before.tensors if "layers.1." in fqn}
     assert all(moments.keys() == changed for moments in after.moments.values())
     assert len(train(alone, tmp_path / "b", *only, "--steps", "3", "--resume", "auto")) == 1
+
+
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {fqn: tensor for file in folder.glob("*.safetensors") for fqn, tensor in load_file(file).items()}
+
+
+def check_frozen(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Check that frozen tensors have the dtype and the bits of the source, and that others were trained."""
+    assert {fqn.replace(HEAD, EMBEDDING) for fqn in found} == expected.keys()
+    for fqn, tensor in found.items():
+        whole = expected[fqn.replace(HEAD, EMBEDDING)]
+        is_same = tensor.dtype == whole.dtype and torch.equal(tensor, whole)
+        assert is_same != ("layers.1." in fqn), (fqn, tensor.dtype)
+
+
+# The dtype of the source, that of computation, and how two ranks share one stage.
+CASES: Mapping[str, tuple[torch.dtype, tuple[str, ...], tuple[str, ...]]] = {
+    "float32-mixed-fsdp": (torch.float32, ("--dtype", "bf16"), ("--dp-shard", "2")),
+    "float32-bf16-tp": (torch.float32, ("--dtype", "bf16", "--master-dtype", "bf16"), ("--tp", "2")),
+    "float32-bf16-fsdp": (torch.float32, ("--dtype", "bf16", "--master-dtype", "bf16"), ("--dp-shard", "2")),
+    "float16-mixed-tp": (torch.float16, ("--dtype", "bf16"), ("--tp", "2")),
+    "bfloat16-fp32-fsdp": (torch.bfloat16, ("--dtype", "fp32"), ("--dp-shard", "2")),
+}
+
+
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train on two stages, resume on one, and resume there on two ranks that share it."""
+    place = tmp_path_factory.mktemp("frozen")
+    for dtype in {dtype for dtype, _, _ in CASES.values()}:
+        source = place / str(dtype)
+        save_model(place / "float32", tie_word_embeddings=True).to(dtype).save_pretrained(source)
+        for layout in ("pp=2", "pp=1"):
+            pack(source, place / f"{dtype}-{layout}", layout)
+
+    def jobs(layout: str, step: int, *, resumes: bool, shares: bool = False) -> Iterator[dict[str, Any]]:
+        for name, (dtype, compute, shared) in CASES.items():
+            flags = ("--train-only", r"layers\.1\.", "--lr", "1e-1", *compute, "--steps", step, *FLAGS[:-2])
+            checkpoints = ("--checkpoint", place / name / "checkpoints", *(("--resume", "auto") if resumes else ()))
+            saved = ("--save", place / name / f"saved-{step}", *(shared if shares else ()))
+            yield job(place / f"{dtype}-{layout}", place / name / f"log-{step}", *flags, *checkpoints, *saved)
+
+    run_jobs(2, list(jobs("pp=2", 2, resumes=False)), 280)
+    run_jobs(1, list(jobs("pp=1", 3, resumes=True)), 280)
+    run_jobs(2, list(jobs("pp=1", 4, resumes=True, shares=True)), 280)
+    return place
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_frozen_weights_have_the_bits_of_the_source_whatever_dtype_the_run_computes_in(name: str, frozen: Path) -> None:
+    expected = load_file(frozen / str(CASES[name][0]) / "model.safetensors")
+    place, newest = frozen / name, frozen / name / "checkpoints" / "step-000004"
+    for folder in (place / "checkpoints" / "step-000002", *(place / f"saved-{step}" for step in (2, 3, 4))):
+        check_frozen(stored_in(folder), expected)
+    for trained in (place / "saved-2", place / "saved-3", newest):
+        run("export", trained, "--to", "hf", "--out", place / "exported" / trained.name)
+        check_frozen(load_file(place / "exported" / trained.name / "model.safetensors"), expected)
+    model = LlamaForCausalLM.from_pretrained(place / "exported" / newest.name, dtype="auto")
+    check_frozen(model.state_dict(), expected)
