@@ -60,8 +60,8 @@ class StageChunk(nn.Module):
         dtypes: dict[str, torch.dtype] = {}
         for name, parameter in self.body.named_parameters():
             pieces = self.family.pieces(name, parameter, (0,) * parameter.dim()) if name in self.frozen else ()
-            if known := [stored[piece.fqn] for piece in pieces if piece.fqn in stored]:
-                dtypes[name] = reduce(torch.promote_types, known)
+            if of_pieces := [stored[piece.fqn] for piece in pieces if piece.fqn in stored]:
+                dtypes[name] = reduce(torch.promote_types, of_pieces)
         return dtypes
 
     def trained_fqns(self) -> list[str]:
