@@ -134,8 +134,9 @@ class Reference:
     stepped: Mapping[str, torch.Tensor]  # weights after the step, of those that the loss depends on, and buffers
     loss: float
     scales: Mapping[str, float]  # the largest of each, or what is more than rounding may leave of one that is 0
-    rounding: Mapping[str, float]  # by how much a gradient computed in the stages' dtype differs
+    rounding: Mapping[str, float]  # by how much a gradient computed and clipped in the stages' dtype differs
     norm: float
+    norm_rounding: float  # by how much that of gradients computed in the stages' dtype differs
     evaluation: float  # the loss in evaluation mode, after the step
     optim: OptimOptions
     coarse: frozenset[str]  # weights whose step is computed in bfloat16
@@ -200,13 +201,18 @@ def run_reference(
     optim = replace(optim, plan=plan)
     numbers = GroupNumbers(plan.groups, [[member.fqn for member in group.members] for group in ties])
     is_clipped = {fqn: not plan.groups[numbers.of(fqn)].skips_clipping for fqn in fqns}
-    counted = gradients.values() if all(is_clipped.values()) else (in_files[fqn] for fqn in fqns if is_clipped[fqn])
-    norm = math.sqrt(math.fsum(tensor.double().square().sum().item() for tensor in counted))
+    in_rounded_files = _in_files(whole, rounded)
+    norm, rounded_norm = (
+        _norm(of_parameters.values() if all(is_clipped.values()) else (of_files[f] for f in fqns if is_clipped[f]))
+        for of_parameters, of_files in ((gradients, in_files), (rounded, in_rounded_files))
+    )
     optim = _small_step(optim, norm, _EPS * max(map(largest_of, gradients.values())))
-    factor = optim.max_norm / (norm + 1e-6) if optim.max_norm else 1.0
     clipped, rounded_clipped = (
-        {fqn: gradient * (factor if is_clipped.get(fqn) else 1.0) for fqn, gradient in values.items()}
-        for values in (in_files, _in_files(whole, rounded))
+        {
+            fqn: gradient * (optim.max_norm / (of_norm + 1e-6) if optim.max_norm and is_clipped.get(fqn) else 1.0)
+            for fqn, gradient in of_files.items()
+        }
+        for of_norm, of_files in ((norm, in_files), (rounded_norm, in_rounded_files))
     )
     used = [parameter for parameter in parameters if parameter.grad is not None]  # the optimizer leaves others alone
     coarse = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
@@ -228,6 +234,7 @@ def run_reference(
         stepped={fqn: stepped[fqn] for fqn in stepped.keys() - _fqns_of(whole, parameters) | _fqns_of(whole, used)},
         loss=loss.item(),
         norm=norm,
+        norm_rounding=abs(rounded_norm - norm) / norm,
         evaluation=evaluation,
         optim=optim,
         coarse=coarse,
@@ -268,6 +275,10 @@ def _take_step(
     for parameter, values in zip(parameters, torch.split(flat, sizes), strict=True):
         parameter.data = values.view(parameter.shape)
     return frozenset(coarse)
+
+
+def _norm(gradients: Iterable[torch.Tensor]) -> float:
+    return math.sqrt(math.fsum(gradient.double().square().sum().item() for gradient in gradients))
 
 
 def _rounded_gradients(

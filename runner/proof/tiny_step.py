@@ -3,9 +3,9 @@
 # Note [Limits of a proof]
 In fp64 nothing rounds but sums in another order, see Note [Float32 as float64]: 1e-10 for all. With fp32 copies of fp64
 masters each gradient may differ by 4 times what rounding the whole model to fp32 changes it by, at least 1e-5 and at
-most 1e-3 (a token between two experts may choose another one, which changes all of it). The loss may differ by 1e-5,
-the norm by 2e-5. A weight after the step may differ by 1e-3 of the learning rate: epsilon is a tenth of the largest
-gradient.
+most 1e-3 (a token between two experts may choose another one, which changes all of it), and so may the norm, by at
+least 2e-5: all gradients are clipped by it. The loss may differ by 1e-5. A weight after the step may differ by 1e-3 of
+the learning rate: epsilon is a tenth of the largest gradient.
 
 # Note [Float32 as float64]
 Norms, routers, rotary embeddings and softmaxes cast to float32 whatever the dtype of the model is. In a model of
@@ -101,6 +101,7 @@ class Distances:
     gradients: Mapping[str, float]
     weights: Mapping[str, float]
     allowed: Mapping[str, float]  # of gradients
+    allowed_norm: float
     reloaded: str | None = None  # what is wrong with a checkpoint of it
     missing: tuple[str, ...] = ()  # weights that no rank has
 
@@ -122,7 +123,8 @@ class Distances:
 
     @property
     def limits(self) -> dict[str, float]:
-        return {**LIMITS[self.dtype], "gradient": self.allowed.get(self.worst, LIMITS[self.dtype]["gradient"])}
+        gradient = self.allowed.get(self.worst, LIMITS[self.dtype]["gradient"])
+        return {**LIMITS[self.dtype], "norm": self.allowed_norm, "gradient": gradient}
 
     @property
     def problem(self) -> str | None:
@@ -203,7 +205,8 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             evaluation=abs(evaluation - reference.evaluation) / abs(reference.evaluation),
             gradients=gradients,
             weights=weights,
-            allowed={fqn: _allowed(dtype, rounding) for fqn, rounding in reference.rounding.items()},
+            allowed={fqn: _allowed(dtype, rounding, _LEAST_ALLOWED) for fqn, rounding in reference.rounding.items()},
+            allowed_norm=_allowed(dtype, reference.norm_rounding, LIMITS["fp32"]["norm"]),
             missing=tuple(sorted(reference.gradients.keys() - present)),
         )
     return replace(distances, reloaded=reload_problem(run, chunks, engine, mesh, reference))
@@ -220,10 +223,10 @@ def _parts_of(batch: Batch, microbatch: int, degrees: ParallelDims) -> tuple[tor
     return tuple(part.flatten() for tokens in of_ranks for part in torch.split(tokens, microbatch))
 
 
-def _allowed(dtype: Dtype, rounding: float) -> float:
-    """Return by how much a gradient may differ, see Note [Limits of a proof]."""
+def _allowed(dtype: Dtype, rounding: float, least: float) -> float:
+    """Return by how much a gradient or the norm may differ, see Note [Limits of a proof]."""
     most = LIMITS[dtype]["gradient"]
-    return most if dtype == "fp64" else min(max(_LEAST_ALLOWED, 4 * rounding), most)
+    return most if dtype == "fp64" else min(max(least, 4 * rounding), most)
 
 
 @contextmanager
