@@ -371,9 +371,10 @@ def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> 
     assert compare(combination("LlamaForCausalLM", 1, "--train-only", "mlp"))[1] is None
 
 
-def test_a_model_with_masters_creates_scores_as_wide_as_they_are() -> None:
-    """Of a model in float64, XGLM's lowest score is no float32."""
-    assert compare(combination("XGLMForCausalLM", 1, "--dtype", "bf16", "--master-dtype", "fp32"))[1] is None
+# XGLM's lowest score is that of float64; the norm of Gemma 4 is of gradients that rounding changes more than others.
+@pytest.mark.parametrize("architecture", ["XGLMForCausalLM", "Gemma4ForCausalLM"])
+def test_a_right_model_with_masters_passes(architecture: str) -> None:
+    assert compare(combination(architecture, 1, "--dtype", "bf16", "--master-dtype", "fp32"))[1] is None
 
 
 @pytest.mark.slow
