@@ -147,8 +147,9 @@ def test_keys_of_a_rank_s_heads_are_handed_on_to_the_next_stage(tmp_path: Path) 
         pack(tmp_path / name, name, "pp=1", "pp=2", **changes)
     run_all(tmp_path, 4, dict.fromkeys(names, ("pp=2", "tensor-log", "--tp", 2)))
     run_all(tmp_path, 1, dict.fromkeys(names, ("pp=1", "one-log")))
-    for name in names:
-        assert losses_of(tmp_path / name / "tensor-log") == pytest.approx(losses_of(tmp_path / name / "one-log"), 2e-5)
+    for name, tolerance in zip(names, (2e-4, 2e-5), strict=True):  # float32 rounds Gemma 4's gradients by up to 4e-5
+        expected = pytest.approx(losses_of(tmp_path / name / "one-log"), tolerance)
+        assert losses_of(tmp_path / name / "tensor-log") == expected
         assert "--tp 2 as one process" in said(tmp_path / name / "tensor-log")
 
 
