@@ -16,12 +16,13 @@ from manifests.errors import OutputError, Parameter, ShardError, SourceError, Us
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_small_file
+from manifests.versions import encode_files
 from reshard.copy.destination import check_unchanged
 from reshard.copy.engine import WriteOptions, hash_tensors
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.delta.switch import Work
-from reshard.formats.delta.chain import Chain, Version, open_versions, state_digest
+from reshard.formats.delta.chain import Chain, Version, decode_files, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
 from reshard.formats.delta.read import (
     auxiliary_at,
@@ -112,11 +113,12 @@ def apply_delta(
     with writing_to(str(folder)), work.locked():
         is_resumed = work.switch()
         began_s = time.monotonic()
-        present, before, hashed = _present(folder)
+        present, before, hashed, published = _present(folder)
         hash_s = time.monotonic() - began_s
         target, before = _target(opened, number, present, before, work.deltas)
-        published = (opened.version(before).files or {}) if before in opened.numbers else {}
-        plan = _plan(folder, target, present, number, published)
+        if published is None and before in opened.numbers:
+            published = opened.version(before).files
+        plan = _plan(folder, target, present, number, published or {})
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
         _check_space(folder, plan.shards, work.nbytes)
@@ -138,8 +140,12 @@ class _Plan:
     num_changed: int
 
 
-def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[str]]:
-    """Return the weights of a folder, with digests, the version that its index names, and which tensors were hashed."""
+def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[str], Mapping[str, str] | None]:
+    """Return what a folder has.
+
+    These are its weights, with digests; the version that its index names; which tensors were hashed; and the auxiliary
+    files of that version, if the index lists them.
+    """
     if (folder / MANIFEST_NAME).exists():
         problem = f"has a {MANIFEST_NAME}, which would no longer be true"
         hint = "apply to a Hugging Face folder: reshard export MANIFEST --to hf --out DIR"
@@ -149,17 +155,17 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
             problem = f"has other files than a model's: {others[0]}"
             hint = "choose an empty folder, or one with the weights of a version"
             raise OutputError(str(folder), problem, hint, code="output.not-ours")
-        return None, None, ()
+        return None, None, (), None
     opened = with_header_digests(open_folder(LocalFolder(folder), OpenOptions()))
     hashed = {name for name, tensor in opened.tensors.items() if tensor.blake3 is None}
-    number = None
+    number, files = None, None
     if (folder / INDEX_NAME).is_file():
         where = folder / INDEX_NAME
         metadata = read_shard_index(read_small_file(where), str(where)).metadata
-        text = str(metadata.get("version")) if isinstance(metadata, dict) else ""
-        number = int(text) if re.fullmatch(r"\d{1,12}", text) else None
+        if isinstance(metadata, dict) and re.fullmatch(r"\d{1,12}", str(metadata.get("version"))):
+            number, files = int(str(metadata["version"])), decode_files(metadata, str(where))
     auxiliary = tuple(replace(item, digest=digest_bytes(read_whole(item.file))) for item in opened.auxiliary)
-    return replace(with_all_digests(opened), auxiliary=auxiliary), number, hashed
+    return replace(with_all_digests(opened), auxiliary=auxiliary), number, hashed, files
 
 
 def _target(
@@ -287,7 +293,7 @@ def _carry_out(
     begin = time.monotonic()
     _verify(plan.to_verify, counter)
     verify_s = time.monotonic() - begin
-    changes = plan.shards or plan.auxiliary or before != number
+    changes = plan.shards or plan.auxiliary or plan.removed or before != number
     options = WriteOptions(progress=counter, parallelism=parallelism)
     digests = work.write(plan.shards, plan.auxiliary, options) if changes else {}
     tensors = (
@@ -297,7 +303,9 @@ def _carry_out(
     state = check_state(tensors, version, target.location)  # that of a chain without digests is computed only now
     if changes:
         metadata = {"total_size": sum(tensor.nbytes for tensor in target.tensors.values()), "version": f"{number:06d}"}
-        index = {"metadata": {**metadata, **({"state": state} if state else {})}, "weight_map": dict(plan.weight_map)}
+        metadata |= {"state": state} if state else {}
+        metadata |= {} if version.files is None else {"files": encode_files(version.files)}
+        index = {"metadata": metadata, "weight_map": dict(plan.weight_map)}
         check_unchanged(plan.shards, plan.auxiliary)
         moved = [shard.path for shard in plan.shards], [item.path for item in plan.auxiliary]
         work.prepare(index, {"shards": moved[0], "auxiliary": moved[1], "removed": plan.removed})

@@ -256,7 +256,7 @@ def _read_version(folder: Folder, number: int) -> Version:
         checksum_format=checksum_format,
         state=_digest(metadata.get("state"), where),
         base_state=_digest(metadata.get("base_state"), where),
-        files=_files(metadata.get("files"), where),
+        files=decode_files(metadata, where),
         weight_map=index.weight_map,
     )
 
@@ -282,10 +282,11 @@ def _digest(value: object, where: str) -> str | None:
     raise SourceError(f"{where}: metadata", f"expected a digest, found {str(value)[:80]!r}", code=BAD_DELTA)
 
 
-def _files(value: object, where: str) -> Mapping[str, str] | None:
-    if value is None:
+def decode_files(metadata: Mapping[str, object], where: str) -> Mapping[str, str] | None:
+    """Return the digests of auxiliary files by path, from an index's metadata; None if it does not list them."""
+    if metadata.get("files") is None:
         return None
-    files = parse_json_object(str(value).encode(), f"{where}: metadata.files")
+    files = parse_json_object(str(metadata["files"]).encode(), f"{where}: metadata.files")
     for path, digest in files.items():
         is_weight = names_weights(path) or path in ADAPTER_NAMES
         if is_weight or problem_with_path(path) or not isinstance(digest, str) or not is_digest(digest):

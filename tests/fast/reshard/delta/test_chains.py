@@ -326,6 +326,18 @@ def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_us
     assert {name for name in names[0] ^ names[1] if not name.endswith(".safetensors")} == {"notes.txt"}
 
 
+def test_auxiliary_files_of_a_version_that_the_chain_has_no_longer_are_removed(tmp_path: Path) -> None:
+    write_states(tmp_path, 1)
+    shutil.copytree(tmp_path / "v1", tmp_path / "v2")
+    (tmp_path / "v1/chat_template.jinja").write_text("old")
+    reshard.publish_delta(tmp_path / "v1", tmp_path / "chain")
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    reshard.publish_delta(tmp_path / "v2", tmp_path / "chain", full=True)
+    reshard.prune_delta(tmp_path / "chain", keep=1)
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    assert not (tmp_path / "served/chat_template.jinja").exists()
+
+
 @pytest.mark.parametrize("is_served", [False, True])
 def test_folder_with_the_weights_of_a_version_gets_its_auxiliary_files(is_served: bool, tmp_path: Path) -> None:
     write_states(tmp_path, 1)
