@@ -49,9 +49,13 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "even-deepseek-v3": ("tiny-deepseek-v3", {"pad_token_id": 90}),
     "even-deepseek-v3-plain": ("tiny-deepseek-v3", {"q_lora_rank": None, "n_shared_experts": 2}),
     "even-gpt-oss": ("tiny-gpt-oss", {}),
-    # Every token goes to all experts: how sums are rounded does not decide which ones.
-    "all-qwen3-moe": ("tiny-qwen3-moe", {"num_experts_per_tok": 8}),
-    "all-deepseek-v3": ("tiny-deepseek-v3", {"num_experts_per_tok": 8, "topk_group": 2}),
+    # Every token goes to all experts: how sums are rounded does not decide which ones. Torch multiplies experts in
+    # groups whose rows, also those of two ranks in bfloat16, are multiples of 16 bytes.
+    "all-qwen3-moe": ("tiny-qwen3-moe", {"num_experts_per_tok": 8, "moe_intermediate_size": 32}),
+    "all-deepseek-v3": (
+        "tiny-deepseek-v3",
+        {"num_experts_per_tok": 8, "topk_group": 2, "moe_intermediate_size": 32},
+    ),
     "all-gpt-oss": ("tiny-gpt-oss", {"num_experts_per_tok": 8}),
     "phi": ("tiny-phi", {"vocab_size": VOCAB_SIZE + 1}),  # whose head has a bias
     # Of the catalogue, with two dtypes in bfloat16: routers, recurrences, hidden states, and computed buffers.
