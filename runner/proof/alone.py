@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
 import traceback
@@ -19,13 +20,13 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from multiprocessing import connection, forkserver, get_context, parent_process
 from multiprocessing.process import BaseProcess
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from manifests.command.console import table
+from manifests.command.interpreter import safe_environment
 from manifests.errors import RankError, UserError
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
@@ -43,6 +44,7 @@ from runner.training.build import Stages, apply_model_options
 _PRELOADED = ("runner.proof.alone", "runner.models.generic")
 _Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
 _PATIENCE_S = 5.0  # for the others, once a rank has ended
+_LONGEST_TMPDIR = 60  # characters: with the fork server's socket in it, a path may have 107
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,7 @@ def try_here(request: Request) -> list[Tried]:
     num_ranks = max(subset.degrees.world_size for subset in subsets)
     context = _server_without_gpus()
     receiver, sender = context.Pipe(duplex=False)
-    with TemporaryDirectory(prefix="runner-") as folder:
+    with tempfile.TemporaryDirectory(prefix="runner-") as folder:
         ranks = [
             context.Process(target=_run_rank, args=(request, rank, num_ranks, folder, sender), daemon=True)
             for rank in range(num_ranks)
@@ -112,20 +114,22 @@ def try_here(request: Request) -> list[Tried]:
 
 
 def _server_without_gpus() -> Any:
-    """Return the context of a fork server that sees no GPU.
+    """Return the context of a fork server that sees no GPU, and no code of the working folder.
 
     Imports ask for one, and a process that is forked after that may not use it: not even torch's AdamW could be built.
     """
     context: Any = get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    before, folder = dict(os.environ), tempfile.tempdir
+    os.environ |= {**safe_environment(), "CUDA_VISIBLE_DEVICES": ""}
+    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+        tempfile.tempdir = "/tmp"
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
+        os.environ.clear()
+        os.environ |= before
+        tempfile.tempdir = folder
     return context
 
 

@@ -44,7 +44,9 @@ LAUNCH = ("launch", ".", "--log-dir", LOG, "--", "--data", "synthetic", "--steps
 RUNNER = {
     "launch": (*LAUNCH, "--global-batch", "1", "--no-self-check"),
     "eval": ("eval", ".", "--data", "text.txt", "--seq-len", "16", "--no-self-check"),
+    "prove": ("prove", ".", "--", "--global-batch", "1"),
     "measure": ("measure", ".", "--out", "../times.json", "--repeats", "1", "--seq-len", "16"),
+    "list": ("list", ".."),
     "status": ("status", LOG),
     "logs": ("logs", LOG),
     "cancel": ("cancel", LOG),
@@ -110,8 +112,12 @@ def verbs_of(group: click.Group) -> set[str]:
     return set(group.list_commands(click.Context(group)))
 
 
-def test_no_verb_of_reshard_runs_code_of_the_place(packed_alone: Path, tmp_path: Path) -> None:
+def test_every_verb_is_tried() -> None:
     assert set(RESHARD) == verbs_of(reshard_cli)
+    assert set(RUNNER) == verbs_of(runner_cli)
+
+
+def test_no_verb_of_reshard_runs_code_of_the_place(packed_alone: Path, tmp_path: Path) -> None:
     place = Place(packed_alone, tmp_path)
     codes = {verb: place.run("reshard", *arguments).returncode for verb, arguments in RESHARD.items()}
     # Modules beside the manifest are code that readers of a folder could run: verify and check name them.
@@ -120,7 +126,6 @@ def test_no_verb_of_reshard_runs_code_of_the_place(packed_alone: Path, tmp_path:
 
 @pytest.mark.slow
 def test_no_verb_of_runner_and_no_rank_runs_code_of_the_place(packed_alone: Path, tmp_path: Path) -> None:
-    assert set(RUNNER) == verbs_of(runner_cli)
     place = Place(packed_alone, tmp_path)
     codes = {verb: place.run("runner", *arguments).returncode for verb, arguments in RUNNER.items()}
     assert {verb for verb, code in codes.items() if code} <= {"eval"}, codes  # the model has no tokenizer
