@@ -27,6 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from manifests.command.interpreter import module_command, safe_environment
 from manifests.digest import Hasher
 from manifests.errors import ModelError, UnreachableError
 from manifests.index import INDEX_NAME, encode_index
@@ -98,12 +99,15 @@ def _ask(
     on_written: Callable[[int], object] | None = None,
 ) -> dict[str, Any]:
     """Run this module as a process of its own, and return what it answers."""
-    command = [sys.executable, "-P", "-m", "reshard.estimate.meta_model", architecture, *arguments]
+    command = module_command("reshard.estimate.meta_model", architecture, *arguments)
+    document, environment = json.dumps(config), safe_environment()
     try:
         if on_written is not None:
-            done = _watch(command, json.dumps(config), locks, on_written)
+            done = _watch(command, document, environment, locks, on_written)
         else:
-            done = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, timeout=limit_s)
+            done = subprocess.run(
+                command, input=document, env=environment, capture_output=True, text=True, timeout=limit_s
+            )
     except subprocess.TimeoutExpired as error:
         problem = f"{architecture} was not built on the meta device within {limit_s:.0f} s"
         raise ModelError(where, problem, "give the folder with its safetensors", code="config.not-buildable") from error
@@ -132,13 +136,23 @@ def _ask(
 
 
 def _watch(
-    command: Sequence[str], document: str, locks: Collection[int], on_written: Callable[[int], object]
+    command: Sequence[str],
+    document: str,
+    environment: Mapping[str, str],
+    locks: Collection[int],
+    on_written: Callable[[int], object],
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end; each line of its output that is a number is passed on while it runs."""
     with (
         TemporaryFile("w+") as errors,
         subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, pass_fds=locks
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            pass_fds=locks,
         ) as process,
     ):
         assert process.stdin is not None

@@ -16,6 +16,7 @@ import pytest
 from reshard.cli.command import cli as reshard_cli
 from runner.commands import cli as runner_cli
 from tests.builders import files_in
+from tests.fast.manifests.models.catalogued import config_of
 
 BIN = Path(sys.executable).parent
 # Read by Python as it starts, or imported before any line of ours: PYTHONPATH is asked before our entry points are.
@@ -122,6 +123,13 @@ def test_no_verb_of_reshard_runs_code_of_the_place(packed_alone: Path, tmp_path:
     codes = {verb: place.run("reshard", *arguments).returncode for verb, arguments in RESHARD.items()}
     # Modules beside the manifest are code that readers of a folder could run: verify and check name them.
     assert {verb for verb, code in codes.items() if code} <= {"sign", "push", "check", "verify", "merge"}, codes
+
+
+def test_model_that_transformers_builds_for_a_plan_is_not_the_place_s(packed_alone: Path, tmp_path: Path) -> None:
+    place = Place(packed_alone, tmp_path)
+    config = {**config_of("ApertusForCausalLM").to_dict(), "architectures": ["ApertusForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert place.run("reshard", "plan", "../config.json", *SPEC).returncode == 0
 
 
 @pytest.mark.slow
