@@ -26,6 +26,9 @@ _TRAINING_FLAGS = (
     "schedule", "microbatches", "microbatch", "seq-len", "dtype-policy", "dp-replicate", "dp-shard", "tp", "ep",
     "ac", "loss-chunk", "memory-limit", "cost",
 )  # fmt: skip
+_SIMULATION_FLAGS = (
+    "simulate-io", "store-gbit", "stream-mb-s", "latency-ms", "streams", "link-gbit", "disk-gb-s", "ranks-per-node",
+)  # fmt: skip
 _OF_PATHS = frozenset((
     "--against", "--base", "--chain", "--checkpoint", "--data", "--draw", "--eval-data", "--from-run", "--job",
     "--log-dir", "--out", "--publish", "--save",
@@ -35,7 +38,15 @@ MOVED = {
     "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
     "reshard sign --out": "the signature is manifest.sig beside the manifest",
     "reshard verify --signature": "the signature is manifest.sig beside the manifest; copy it there",
-    "reshard plan --simulate-io": "the plan's first lines say what a layout takes; reading is not simulated",
+    **dict.fromkeys(
+        (f"reshard plan --{flag}" for flag in _SIMULATION_FLAGS),
+        "the plan's first lines say what a layout takes; reading is not simulated",
+    ),
+    **dict.fromkeys(("reshard export --pp", "reshard export --tp"), "vLLM reads a packed folder as it is"),
+    **dict.fromkeys(
+        (f"reshard {verb} --strict-megatron" for verb in ("layout", "pack", "plan")),
+        "white space is skipped, and nested groups are always refused",
+    ),
     "reshard pack --take-over": "schedulers run lost parts again: --parts N --scheduler slurm, or job",
     **dict.fromkeys(
         (f"reshard pack --{flag}" for flag in _TRAINING_FLAGS),

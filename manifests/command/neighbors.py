@@ -110,6 +110,7 @@ _VERBS = _by_word({
     "plan": "reshard plan MODEL --layout pp=N",
 })  # fmt: skip
 _VALUES = {"gpu": "cuda", "fp16": "bf16", "half": "bf16", "safetensors": "hf", "huggingface": "hf"}
+_NO_VALUE = {"vllm": "vLLM reads a packed folder as it is"}  # of --to, which had it once
 DTYPES: Mapping[str, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 NEIGHBORS: Mapping[str, Mapping[str, str]] = {
     "reshard": {**_TRAINING, **_PACKING, **_VERBS},
@@ -208,7 +209,8 @@ def _in_our_words(problem: str, path: str) -> tuple[str, str]:
         value = match[1].strip("'").lower()
         close = get_close_matches(_VALUES.get(value, value), choices, n=1)
         listed = f"{', '.join(choices[:-1])} or {choices[-1]}" if len(choices) > 1 else choices[0]
-        return f"expected {listed}, found {match[1]}", f"did you mean {close[0]}?" if close else ""
+        hint = _NO_VALUE.get(value) or (f"did you mean {close[0]}?" if close else "")
+        return f"expected {listed}, found {match[1]}", hint
     if match := re.fullmatch(r"('.*') is not a valid (integer|number|float)", problem):
         whole = re.fullmatch(r"'(\d+(?:,\d{3})+|\d+\.0+|\d+e\d)'", match[1])  # 1,000 or 1e3
         hint = f"write {float(whole[1].replace(',', '')):.0f}" if whole and match[2] == "integer" else ""

@@ -156,6 +156,7 @@ MISTAKES = (
     (f"{LAUNCH} --data ''", "--data: expects a value, found none", "variable"),
     ("reshard pack model --layout pp=2 --out x --drop lm_heda", "--drop", "did you mean lm_head?"),
     ("reshard export pp2 --to safetensors --out x", "--to", "did you mean hf?"),
+    ("reshard export pp2 --to vllm --out x", "--to", "vLLM reads a packed folder as it is"),
     (f"{TRAIN} --steps 1e3", "--steps: expected a whole number", "write 1000"),
     (f"{TRAIN} --steps 1,000", "--steps: expected a whole number", "write 1000"),
     (f"{TRAIN} --resume latest", "--resume latest", "--resume auto"),
