@@ -14,6 +14,7 @@ from manifests.errors import Parameter, SourceError
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import Holds, LearningRate, ModelDescription, ParameterGroup, Source, TrainingState
+from manifests.trained import STEPS_NAME, TRAINED_NAME
 from manifests.training_state import LARGEST_NUMBER, LARGEST_RATE, state_problems
 from reshard.formats.auxiliary import names_weights
 from reshard.formats.table import OpenOptions
@@ -100,14 +101,18 @@ class ModelTensors:
     ) -> Checkpoint:
         """Return the checkpoint without optimizer state. `files` have the tensors; slices of them are packed whole.
 
-        Weights in other files, such as a model.safetensors beside them, are left out: readers would prefer them.
+        Weights in other files, such as a model.safetensors beside them, are left out: readers would prefer them. So is
+        what a run of ours wrote about its own training, which would be taken for that of this checkpoint.
         """
         location, revision = folder.location, folder.revision
-        left_out += tuple(item.path for item in auxiliary if names_weights(item.path))
+        others = {
+            item.path for item in auxiliary if names_weights(item.path) or item.path in (TRAINED_NAME, STEPS_NAME)
+        }
+        left_out += tuple(item.path for item in auxiliary if item.path in others)
         return Checkpoint(
             shape=self.shape,
             tensors=self.weights,
-            auxiliary=tuple(item for item in auxiliary if not names_weights(item.path)),
+            auxiliary=tuple(item for item in auxiliary if item.path not in others),
             record=record_anew((*self.weights.values(), *self.dropped.values()), tuple(self.dropped)),
             source=Source(kind=folder.kind, location=location, revision=revision, left_out=left_out),
             originals=OriginalFiles(

@@ -128,11 +128,12 @@ def source_of(kind: str, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["dcp", "deepspeed", "megatron"])
-def test_other_weights_beside_a_checkpoint_are_left_out(kind: str, tmp_path: Path) -> None:
-    """A model.safetensors in the packed folder would be read in place of its shards."""
+def test_other_weights_and_records_of_training_beside_a_checkpoint_are_left_out(kind: str, tmp_path: Path) -> None:
+    """A model.safetensors in the packed folder would be read in place of its shards, and step counts resumed from."""
     source = source_of(kind, tmp_path)
     assert reshard("pack", source, "--layout", "pp=2", "--out", tmp_path / "expected").code == 0
     names = {"model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "model.gguf"}
+    names |= {"trained.json", "optimizer-steps.json"}
     for name in {*names, "presharded/tp_2/model-00001.safetensors", "original/CONSOLIDATED.safetensors"}:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(b"{}")
