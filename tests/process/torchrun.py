@@ -27,14 +27,22 @@ from tests.no_fsync import stop_fsync
 ROOT = Path(__file__).resolve().parents[2]
 _HOST = "localhost"
 _IMPORTED = (
+    "pytest",
     "torch.distributed.pipelining",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "torch.distributed.run",
     "transformers",
+    "transformers.models.deepseek_v3.modeling_deepseek_v3",
+    "transformers.models.gpt_oss.modeling_gpt_oss",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "runner.train",
     "runner.evaluation.evaluate",
     "runner.models.generic",
+    "tests.fast.runner.tiny",
+    "tests.process.preloaded",
+    "tests.process.runner.training_jobs",
 )
 
 
