@@ -16,8 +16,7 @@ from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
 from tests.builders import files_in, llama_config, pack, random_tensors, reshard, run, write_model
-from tests.fast.manifests.models.catalogued import DOZEN, check_table, config_of, save_tiny, stored_by
-from tests.process.torchrun import fork_context
+from tests.fast.manifests.models.catalogued import DOZEN, config_of, save_tiny, stored_by
 from tools.parity import compare
 
 OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
@@ -180,15 +179,6 @@ def test_only_what_no_config_of_the_class_has_may_be_dropped(name: str, tmp_path
     ended = reshard("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "out", "--json")
     assert ended.json["error"]["code"] == "source.unknown-tensor"
     assert ("--drop" in ended.json["error"]["hint"]) == (name == "odd")
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("architectures", [DOZEN[:1], pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
-def test_catalogue_is_what_the_command_writes(architectures: tuple[str, ...]) -> None:
-    from tools import catalogue
-
-    fork_context()  # whose process has imported what ranks need
-    assert check_table(catalogue.main, *architectures) == 0
 
 
 def refusal(config: dict[str, Any], stored: StoredTensors) -> str:
