@@ -136,6 +136,8 @@ fmt: setup  ## Format, and fix what the linter can
 
 # torch comes first, so that no other package chooses the build of it. uv is faster than pip, and does not read pip's
 # settings: pip installs where these name an index, and where uv does not succeed.
+# Meanwhile the other core compiles what each of pytest's workers would otherwise compile for itself.
+COMPILED = import torch.distributed.checkpoint, torch.distributed.fsdp, torch.distributed.pipelining, torch._dynamo
 EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,test,docs,dev]'
 .venv/.stamp: pyproject.toml constraints.txt
 	@$(FIND_PYTHON); \
@@ -143,7 +145,9 @@ EVERYTHING = -c constraints.txt --no-build-isolation -e '.[runner,test,docs,dev]
 	@echo 'setup: torch'
 	@$(PIP) --no-compile -c constraints.txt torch uv
 	@echo 'setup: everything else'
-	@{ ! $(BIN)/python -m pip config list | grep -q '[.]index-url' && VIRTUAL_ENV=.venv $(BIN)/uv pip install -q $(EVERYTHING); } || $(PIP) $(EVERYTHING)
+	@set -e; $(BIN)/python -c '$(COMPILED)' 2>/dev/null & \
+	{ ! $(BIN)/python -m pip config list | grep -q '[.]index-url' && VIRTUAL_ENV=.venv $(BIN)/uv pip install -q $(EVERYTHING); } || $(PIP) $(EVERYTHING); \
+	wait
 	@touch $@
 
 constraints:  ## Regenerate constraints.txt from the newest releases that pyproject.toml allows
