@@ -32,7 +32,7 @@ def read_size(flag: str, text: str) -> int:
     nbytes = parse_size(text)
     if nbytes is None:
         is_bare = re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", text) is not None
-        unit = "GB" if is_bare and Fraction(text) < 1024 else "MB"
+        unit = "GB" if is_bare and Fraction(text) < 1024 else f"MB, or {text}B if these are bytes"
         hint = f"write {text}{unit}" if is_bare and Fraction(text) else "for example 80GB (= 80GiB)"
         raise UsageError(flag, f"expected a size with a unit, found {text[:80]!r}", hint, code="options.memory-size")
     return nbytes

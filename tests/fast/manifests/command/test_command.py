@@ -72,6 +72,15 @@ def test_number_that_has_no_unit_or_is_no_size_is_refused(text: str) -> None:
     assert (error.value.code, error.value.where) == ("options.memory-size", "--gpu-memory")
 
 
+@pytest.mark.parametrize(
+    ("text", "sizes"), [("80", [80 << 30]), ("1500", [1500 << 20, 1500]), ("500000", [500_000 << 20, 500_000])]
+)
+def test_units_that_a_number_without_one_may_have_are_suggested(text: str, sizes: list[int]) -> None:
+    with pytest.raises(UsageError) as error:
+        read_size("--max-shard-size", text)
+    assert [parse_size(word.rstrip(",")) for word in error.value.hint.split() if word[0].isdigit()] == sizes
+
+
 @given(st.integers(1, 1 << 20), st.sampled_from([1, 1 << 10, 1 << 20, 1 << 30, 1 << 40]))
 def test_size_that_is_written_is_read_back(number: int, unit: int) -> None:
     assert parse_size(write_size(number * unit)) == number * unit
