@@ -101,7 +101,9 @@ def read_metadata(folder: Folder) -> DcpMetadata:
         if len(items) < len(metadata["storage_data"]):
             raise BadPickleError("two items of one entry at one offset")
         planner = metadata.fields.get("planner_data") or {}
-        entries = metadata["state_dict_metadata"].items()
+        # Entries are listed by the rank that saved them, and in the order of the state dict there.
+        order = {name: number for number, name in enumerate(planner)}
+        entries = sorted(metadata["state_dict_metadata"].items(), key=lambda entry: order.get(entry[0], len(order)))
         keys = {name: _keys(name, planner.get(name, ())) for name, _ in entries}
         return DcpMetadata(
             tensors=tuple(_tensor(name, keys[name], entry, items) for name, entry in entries if _is_tensor(entry)),

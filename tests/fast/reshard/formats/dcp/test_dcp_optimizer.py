@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM
 
@@ -99,6 +100,20 @@ def by_number(model: Model, optimizer: torch.optim.Optimizer) -> Options:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+def save_on_two_ranks(folder: Path, state: Options) -> None:
+    """Save what both ranks have, as DDP's do: each writes some of it."""
+    planners, writer = (dcp.DefaultSavePlanner(), dcp.DefaultSavePlanner()), dcp.FileSystemWriter(folder)
+    for rank, planner in enumerate(planners):
+        planner.set_up_planner(state, is_coordinator=rank == 0)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planners[0].create_global_plan([planner.create_local_plan() for planner in planners])
+    results = [
+        writer.write_data(planner.finish_plan(plan), planner).value()
+        for planner, plan in zip(planners, writer.prepare_global_plan(plans), strict=True)
+    ]
+    writer.finish(metadata, results)
+
+
 def train(model: Model, optimizer: torch.optim.Optimizer | Optimizers, seed: int) -> list[float]:
     losses, optimizers = [], optimizer if isinstance(optimizer, list) else [optimizer]
     for step in range(2):
@@ -110,6 +125,23 @@ def train(model: Model, optimizer: torch.optim.Optimizer | Optimizers, seed: int
         model.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def test_state_by_number_is_of_the_parameters_in_the_order_of_a_state_dict_that_two_ranks_wrote(tmp_path: Path) -> None:
+    model = new_model(0)
+    optimizer = one_group(model)
+    train(model, optimizer, 0)
+    save(tmp_path / "step-2", "llama", model.state_dict())  # its config
+    save_on_two_ranks(tmp_path / "step-2", by_number(model, optimizer))
+    listed = dcp.FileSystemReader(tmp_path / "step-2").read_metadata().state_dict_metadata
+    names = [f"model.{name}" for name, _ in model.named_parameters()]
+    assert [name for name in listed if name in names] != names
+    pack(tmp_path / "step-2", tmp_path / "packed", "pp=1")
+    (file,) = (tmp_path / "packed/stage-000/exp_avg").iterdir()
+    packed = load_file(file)
+    assert packed.keys() == {name for name, _ in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(packed[name], optimizer.state[parameter]["exp_avg"]), name
 
 
 @pytest.mark.parametrize(
