@@ -248,8 +248,11 @@ def _read(job: Job) -> Iterator[tuple[str, str]]:
     source = options.resume.source
     if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
         yield "--resume", source
-    if options.schedule is not None and options.schedule.endswith(".csv"):
-        yield "--schedule", options.schedule
+    for flag, name in (("--schedule", options.schedule), ("--optimizer", options.optim.optimizer)):
+        if name is not None and name.endswith((".csv", ".toml")):
+            yield flag, name
+    if options.adapter is not None:
+        yield "--lora-from", str(options.adapter)
     for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
         yield from ((flag, path) for path in (data.files if data else ()))
 

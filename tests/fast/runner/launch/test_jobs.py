@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -186,6 +187,24 @@ def test_relative_path_that_pods_do_not_find_is_not_read(
     jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{shown}")
     error = refusal(packed, *jobset, "--log-dir", f"{shown}/log", training=(*data, flag, given))
     assert (error.code, error.where) == ("launch.not-mounted", f"{flag} {given}")
+
+
+@pytest.mark.parametrize(("flag", "given"), [("--lora-from", "adapter"), ("--optimizer", "groups.toml")])
+def test_relative_adapter_and_parameter_groups_that_pods_do_not_find_are_not_read(
+    packed: Path, flag: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(adapter))
+    (tmp_path / "groups.toml").write_text('[[group]]\nalgorithm = "AdamW"\n')
+    monkeypatch.chdir(tmp_path)
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--log-dir", "/kept/log", "--mount")
+    error = refusal(packed, *jobset, "claim:/kept", training=(*TRAINING, flag, given))
+    assert (error.code, error.where) == ("launch.not-mounted", f"{flag} {given}")
+    for place in (str(tmp_path), "/kept"):  # relative paths below a mount, and absolute ones, which images may have
+        shown = given if place == str(tmp_path) else f"{tmp_path}/{given}"
+        rendered(packed, "jobset", "--image", "i", "--log-dir", f"{place}/log", "--mount", f"claim:{place}",
+                 training=(*TRAINING, flag, shown))  # fmt: skip
 
 
 def test_manifest_that_a_mount_shows_only_as_it_is_written_is_found_so(packed: Path, tmp_path: Path) -> None:
