@@ -40,6 +40,7 @@ from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import complete_plan, distribute_model, plans_of, shard_model, summed_by_plan
 from runner.models.whole_model import WholeModel
+from runner.tensors.dtensor import local_of
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.tensors.row_parts import RowParts
 
@@ -228,6 +229,9 @@ class Generic:
         inputs = (module.model.get_submodule(self._outside[name]) for name in self._entry.inputs)
         whole = {*inputs, *(part for part in module.modules() if is_stand_in(part))}
         shard_model(module.model, mesh, module.embedding[0], whole, self._regions)
+        parts = ((name, local_of(parameter)) for name, parameter in module.model.named_parameters())
+        if any(_is_odd(name, part.shape[1:]) for name, part in parts if part.dim() == 3):  # of all experts in one
+            module.model.config._experts_implementation = "eager"
 
     def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
         assert isinstance(module, StageOfAny)
@@ -251,7 +255,7 @@ class Generic:
                 raise ModelError(
                     f"{self._where}: {alias}", problem, "leave the wrong one out", code="config.contradictory-fields"
                 )
-        if any(size % _ALIGNMENT for name, sizes in shape.tensors.items() if ".experts." in name for size in sizes):
+        if any(_is_odd(name, sizes) for name, sizes in shape.tensors.items()):
             self._config._experts_implementation = "eager"
 
     def _check_parameters(self, shape: ModelShape) -> None:
@@ -375,6 +379,11 @@ def _refusals(where: str) -> Iterator[None]:
         message = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} refuses it: {message}"
         raise ModelError(where, problem, code="config.refused-by-transformers") from error
+
+
+def _is_odd(fqn: str, sizes: Sequence[int]) -> bool:
+    """Return whether torch's grouped product in 16 bits does not take experts of these sizes."""
+    return ".experts." in fqn and any(size % _ALIGNMENT for size in sizes)
 
 
 def _with_modules(entry: CatalogueEntry, shape: ModelShape) -> CatalogueEntry:

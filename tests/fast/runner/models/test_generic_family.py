@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
 from manifests.models.trainable import check_trainable, is_generic
 from runner.models import family_for
+from runner.models.generic import Generic
 from runner.pipeline.chunk import build_chunks, hf_constants, hf_pieces, materialize
+from tests.fast.manifests.models.built import read_config
 from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny
 from tools.parity import Trained, compare, stages_of
 from tools.tiny_models import DROPOUTS
@@ -248,3 +254,28 @@ def test_gradients_in_bfloat16_are_those_of_from_pretrained(name: str, tmp_path:
         assert (gradients[fqn] is None) == (gradient is None), fqn
         assert gradient is None or torch.equal(gradients[fqn], gradient), fqn
     assert any(gradient is not None and gradient.dtype == torch.float32 for gradient in expected.values())
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Ranks whose collectives return at once, with anything."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(("size", "implementation"), [(24, "eager"), (32, "grouped_mm")])
+def test_tensor_parallel_ranks_have_parts_of_experts_of_any_size(size: int, implementation: str) -> None:
+    """12 numbers of bfloat16 are no multiple of the 16 bytes that torch's grouped product takes."""
+    family = family_for(read_config("tiny-qwen3-moe", moe_intermediate_size=size), max_seq_len=8)
+    assert isinstance(family, Generic)
+    with torch.device("meta"):
+        body = family.build(family.modules)
+    family.shard(body, init_device_mesh("cpu", (2,)))
+    body.to(torch.bfloat16).to_empty(device="cpu")
+    for parameter in body.parameters():
+        torch.nn.init.zeros_(parameter)
+    body(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
+    assert all(parameter.grad is not None for name, parameter in body.named_parameters() if ".experts." in name)
+    assert body.model.config._experts_implementation == implementation
