@@ -22,6 +22,7 @@ _OF_THE_MACHINE = (
     errno.EINTR, errno.EKEYEXPIRED,  # of a mount: the call was interrupted, its Kerberos ticket expired
 )  # fmt: skip
 _RUN_OUT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)  # a system resource limit is reached
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)  # of the disk, or of a quota on it
 
 _ESCAPED_LINE = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0))}
 _ESCAPED = {code: shown for code, shown in _ESCAPED_LINE.items() if code != ord("\n")}
@@ -207,10 +208,15 @@ _OF_AREAS |= {"output": OutputError, "store": StoreError}
 def refused_by_system(
     where: str | Parameter, error: OSError, problem: str = "cannot be read", hint: str = "", *, code: str
 ) -> InputError:
-    """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault."""
+    """Return an error about a file that the system refuses; `hint` is used unless the machine itself is at fault.
+
+    A full disk has a code of its own, whatever was written to it.
+    """
     sentence = f"{problem}: {error.strerror}"
     if error.errno == errno.EROFS and not hint:
         hint = "choose a folder on a disk that is mounted read-write"
+    if error.errno in DISK_FULL:
+        code, hint = "output.disk-full", hint or "free space on this disk, or choose another one"
     if error.errno in _RUN_OUT:
         hint = "system resource limit reached; check ulimit -n and free memory"
         return UnreachableError(where, sentence, hint, code=code)

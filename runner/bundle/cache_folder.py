@@ -202,9 +202,7 @@ def _write_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         hint = ""
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            hint = "the disk has filled up since copying began: free space on it"
-        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             hint = f"choose a folder for {FLAG} that this user can write on every node"
         refusal = refused_by_system(
             str(error.filename or path), error, "cannot be written", hint, code="store.cache-unwritable"

@@ -46,7 +46,7 @@ from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
 
-_UNSAVED = ("output.unwritable", "checkpoint.not-shared")  # the disk's fault
+_UNSAVED = ("output.disk-full", "output.unwritable", "checkpoint.not-shared")  # the disk's fault
 _OF_WEIGHTS = StateKind(name=WEIGHTS, shape="parameter")
 # What a rank has of a tensor: its kind, FQN and region, with the dtype and the digest of the bytes.
 _Part = tuple[Holds, str, Slice]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from manifests.errors import InputError, OutputError, Parameter, refused_by_system, system_errors
+from manifests.errors import DISK_FULL, InputError, OutputError, Parameter, refused_by_system, system_errors
 from manifests.store import sync_folder, write_file
 from stores.folders.lock import open_locked
 from stores.folders.owned import (
@@ -27,7 +26,6 @@ from stores.folders.probe import check_writable
 from stores.open import open_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOUNTS = "/proc/self/mountinfo"
 
 
@@ -79,7 +77,8 @@ def publishing(
             with suppress(OSError):
                 remove_tree(partial)
         if isinstance(error, OSError):
-            raise _unwritable(str(error.filename or out), error, hint) from error
+            where = str(error.filename or out)
+            raise refused_by_system(where, error, "cannot be written", hint, code="output.unwritable") from error
         raise
     finally:
         os.close(lock)
@@ -295,18 +294,11 @@ def exchange(partial: Path, out: Path) -> None:
 @contextmanager
 def writing_to(where: str) -> Iterator[None]:
     """Raise OutputError for what the system refuses while the block writes there."""
-    try:
+    with system_errors(where, "cannot be written", code="output.unwritable", names_file=True):
         yield
-    except OSError as error:
-        raise _unwritable(str(error.filename or where), error, "") from error
-
-
-def _unwritable(where: str, error: OSError, hint: str) -> InputError:
-    code = "output.disk-full" if error.errno in _FULL else "output.unwritable"
-    return refused_by_system(where, error, "cannot be written", hint, code=code)
 
 
 def _space_hint(error: BaseException, folder: Path) -> str:
-    if isinstance(error, OSError) and error.errno in _FULL:
+    if isinstance(error, OSError) and error.errno in DISK_FULL:
         return f"free some space; {shutil.disk_usage(folder).free} bytes were available"
     return ""

@@ -230,7 +230,7 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_t
     assert ((found.where, found.hint) if found else None) == (("shard", said.hint) if code == 5 else None)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
@@ -246,6 +246,8 @@ def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_i
     ):
         fsync(0)
     assert shard.value.where == str(tmp_path / "shard")
+    code = "output.disk-full" if number in (errno.ENOSPC, errno.EDQUOT) else "output.unwritable"
+    assert {shard.value.code, folder.value.code} == {code}
     assert {code_of(shard.value), code_of(folder.value)} == {5 if number in (errno.EIO, errno.ESTALE) else 3}
 
 

@@ -153,7 +153,7 @@ def test_disk_that_fills_while_scores_are_written_is_an_error_of_the_file(
     monkeypatch.setattr(parquet.ParquetWriter, "write_table", fill)
     with pytest.raises(OutputError) as error:
         score(place, out := tmp_path / "scores.parquet", world)
-    assert (error.value.where, error.value.code) == (f"rank 0: {out}", "output.unwritable")
+    assert (error.value.where, error.value.code) == (f"rank 0: {out}", "output.disk-full")
     assert list(tmp_path.iterdir()) == []
 
 
