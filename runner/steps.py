@@ -55,6 +55,8 @@ def train_steps(
     )  # fmt: skip
     watchdog.beat(trained.step)
     is_last = False  # a signal asks for a last step
+    if trained.step >= ready.options.steps:  # before it died, the run may not have published its last version
+        steps.publish(trained.step, is_last=True, has_trained=False)
     with feed.reader or nullcontext():
         while trained.step < ready.options.steps and not is_last:
             started_s = time.perf_counter()
@@ -200,7 +202,7 @@ class _Steps:
         for ended in self.saver.reports():
             self.metrics.checkpoint(ended)
 
-    def publish(self, step: int, *, is_last: bool) -> None:
+    def publish(self, step: int, *, is_last: bool, has_trained: bool = True) -> None:
         """Publish the weights if that is due, and report the versions that have ended."""
         if self.publisher is None:
             return
@@ -208,7 +210,7 @@ class _Steps:
         if ready.options.publishes_after(step) or is_last:
             watchdog.beat(step, "publish")  # not timed as a step
             ready.deferred.finish()
-            self.publisher.publish(ready.published_weights(), step)
+            self.publisher.publish(ready.published_weights(), step, has_trained=has_trained)
             watchdog.beat(step)
         for ended in self.publisher.reports():
             self.metrics.published(ended)

@@ -294,7 +294,7 @@ def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | N
 
 def _publisher(ready: Ready, publishing: StallTimer) -> AbstractContextManager[Publisher | None]:
     options = ready.options
-    if options.publish is None or ready.num_steps >= options.steps:
+    if options.publish is None:
         return nullcontext()
     timeout, shape = timedelta(seconds=options.timeout_s), ready.launched.shape
     return Publisher(options.publish, ready.save_context, shape, ready.published_weights(), timeout, publishing)

@@ -6,8 +6,8 @@ step its weights are cast into that memory, which is the only pause. Then a thre
 of its own tensors as shards of the new version. Ranks that share a stage, as with --dp-shard, gather one tensor after
 the other, and each keeps and publishes a part of them. Rank 0 writes the index when all shards are there, and the
 version exists. A delta is of the version before, by the digest of the whole state: a run whose weights at the start are
-not the newest version's, because it resumes from an earlier step, publishes a full version first. No version is ever
-removed.
+not the newest version's, because it resumes from an earlier step, publishes a full version first. A run that has no
+step left publishes one unless the chain has these weights: later versions may be others'. No version is ever removed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from runner.distributed.rounds import in_rounds, run_beside_training
 from runner.distributed.watchdog import StallTimer
 from runner.tensors.local_shard import FLAG_DTYPES, Piece
 from stores.address import is_url
-from stores.base import Blocks, read_whole
+from stores.base import Blocks, InputFile, read_whole
 from stores.folders.lock import locking
 from stores.folders.publish import publishing
 from stores.local import LocalFile, LocalFolder
@@ -121,10 +121,11 @@ class Publisher(InFlight[PublishReport]):
         self._start = self._memory[0].fill(state)
         self._last: _State | None = None
 
-    def publish(self, weights: Held, step: int) -> None:
-        """Publish the weights after a step."""
+    def publish(self, weights: Held, step: int, *, has_trained: bool = True) -> None:
+        """Publish the weights after a step; of a run that `has_trained` none, unless a version has them."""
         started_s = time.perf_counter()
         self._wait()
+        self._has_trained = has_trained
         state = self._memory[1].fill(self._chosen(weights))
         report = PublishReport(location=self._chain, step=step, stall_s=time.perf_counter() - started_s)
         self._begin(self._publish, state, report, time.perf_counter())
@@ -213,12 +214,9 @@ class Publisher(InFlight[PublishReport]):
                 Path(self._chain).mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locking(Path(self._chain) / LOCK_NAME, self._chain, "publishes weights there"))
                 numbers = numbers_in(store := LocalFolder(Path(self._chain)))
-            number, is_delta = (numbers[-1] if numbers else 0) + 1, False
-            if numbers:
-                index = store.file(f"{folder_of(numbers[-1])}/{INDEX_NAME}")
-                metadata = parse_json_object(read_whole(index), str(index)).get("metadata")
-                newest = metadata if isinstance(metadata, dict) else {}
-                is_delta = newest.get("state") == last.whole and newest.get("files") == encode_files(self._file_digests)
+            number = (numbers[-1] if numbers else 0) + 1
+            bases = numbers[-1:] if self._has_trained else numbers[::-1]
+            is_delta = any(self._is_base(store.file(f"{folder_of(base)}/{INDEX_NAME}"), last) for base in bases)
             if is_delta and new.whole == last.whole:
                 return number, is_delta, None
             if self._is_remote:  # a killed publisher may have left objects, which other ranks have put there
@@ -230,6 +228,13 @@ class Publisher(InFlight[PublishReport]):
             out = Path(self._chain) / folder_of(number)
             target = publishing(out, force=False, find_owned=lambda _: None, wanted=wanted)
             return number, is_delta, str(stack.enter_context(target))
+
+    def _is_base(self, index: InputFile, last: _State) -> bool:
+        """Return whether a version has a state and the model's auxiliary files."""
+        self._timer.beat()
+        metadata = parse_json_object(read_whole(index), str(index)).get("metadata")
+        version = metadata if isinstance(metadata, dict) else {}
+        return version.get("state") == last.whole and version.get("files") == encode_files(self._file_digests)
 
     def _write_own(
         self,

@@ -224,7 +224,7 @@ class Metrics:
             self._say(f"after step {report.step}: nothing was published: {report.failure}")
             return
         if report.number is None:
-            self._say(f"after step {report.step}: nothing to publish: weights are those of the newest version")
+            self._say(f"after step {report.step}: nothing to publish: weights are those of a version")
             return
         self._write(
             step=report.step,

@@ -237,9 +237,6 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         lines.append(f"--resume auto: {history} has no checkpoint; starting at step 0 with the launched weights")
     if first <= last and options.checkpoint is None and options.save is None:
         lines.append("without --checkpoint DIR or --save DIR the trained weights are lost when the run ends")
-    if first > last and options.publish is not None:
-        chain = options.publish.chain
-        lines.append(f"--publish {chain} has no effect: no step is left; reshard delta publish SOURCE --chain {chain}")
     for name, steps in (("trace", options.traced), ("profile", options.profiled)):
         if steps and first <= last and not (steps.start <= last and steps.stop > first):
             lines.append(f"--{name} {given_options.values[name]} has no effect: the run takes steps {first} to {last}")

@@ -321,6 +321,3 @@ def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Word
     assert noted(trained, "--save", "s", "--resume-weights-only") == []
     (taken,) = noted(trained, "--steps", "60", "--trace", "60", is_resumed=True)  # it has ended, and takes no step
     assert "--max-norm 0.5" in taken
-    unpublished, _ = noted(trained, "--steps", "60", "--publish", "chain", is_resumed=True)
-    wording(unpublished)
-    assert len(noted(trained, "--steps", "61", "--save", "s", "--publish", "chain", is_resumed=True)) == 1

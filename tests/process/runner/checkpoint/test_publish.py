@@ -91,6 +91,21 @@ def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: 
 
 
 @pytest.mark.slow
+def test_run_without_a_step_left_publishes_its_weights_unless_the_chain_has_them(packed: Path, tmp_path: Path) -> None:
+    chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
+    options = (*RATE, "--publish", chain, "--publish-every", "1", "--checkpoint", checkpoints, "--steps", "2")
+    train(packed, tmp_path / "log", *options)
+    ended = reshard.delta_log(chain)[-1].state
+    shutil.rmtree(chain / "weight_v000002")  # as if the run had died before
+    assert train(packed, tmp_path / "again", *options, "--resume", "auto") == []
+    assert versions(chain) == [(1, None), (2, None)]
+    assert reshard.delta_log(chain)[-1].state == ended
+    run("delta", "fold", chain, "--version", "1")  # a roll back, which the run does not undo
+    assert train(packed, tmp_path / "done", *options, "--resume", "auto") == []
+    assert versions(chain) == [(1, None), (2, None), (3, None)]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--dp-shard", "2"), ("--tp", "2"), ("--dp-replicate", "2")])
 def test_ranks_that_share_a_stage_publish_parts_of_it(packed: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     chain, checkpoints, alone = tmp_path / "chain", tmp_path / "checkpoints", pack(packed, tmp_path / "alone", "pp=1")
