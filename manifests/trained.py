@@ -1,7 +1,8 @@
-"""Auxiliary files of a training checkpoint: which parameters a run trained, and those that took other numbers of steps.
+"""Auxiliary files of a training checkpoint, which no export of its weights has.
 
 `trained.json` is of a run that froze parameters: the names of the others, which alone have optimizer state.
 `optimizer-steps.json` has the step counts that are not `training.step`: of parameters without a gradient in some steps.
+`skipped-documents.json` and `dataset-state.json` say where the run is in its data.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from manifests.errors import ManifestError
 from manifests.jsontext import parse_json_object
 
 TRAINED_NAME, STEPS_NAME = "trained.json", "optimizer-steps.json"
+SKIPPED_NAME, STATE_NAME = DATA_FILES = "skipped-documents.json", "dataset-state.json"
+RUN_FILES = (TRAINED_NAME, STEPS_NAME, *DATA_FILES)
 
 
 def encode_trained(fqns: Iterable[str]) -> bytes:

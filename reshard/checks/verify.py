@@ -14,6 +14,7 @@ from manifests.models import ModelShape, module_of
 from manifests.models.adapters import has_adapters
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
+from manifests.trained import RUN_FILES
 from reshard.checks.compare import (
     check_index,
     check_names,
@@ -315,7 +316,7 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
         for auxiliary in source.auxiliary
     }
     comparison = compare(expected, digests)
-    for path in comparison.unexpected:
+    for path in (path for path in comparison.unexpected if path not in RUN_FILES):
         findings.add(f"{folder}/{path}", f"is not in {source.location}")
     for path in comparison.different:
         findings.add(f"{folder}/{path}", f"expected {expected[path]} ({source.location}), found {digests[path]}")

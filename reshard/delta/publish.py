@@ -19,17 +19,16 @@ from typing import cast, get_args
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, Parameter, SourceError, check_choice
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
-from manifests.invariants import SOURCE_FILES
 from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
 from manifests.safetensors import layout_tensors
 from manifests.store import read_small_file
-from manifests.trained import STEPS_NAME, TRAINED_NAME
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.formats.auxiliary import with_source_files
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import Encoder, check_packages
 from reshard.formats.delta.read import check_state, open_version, other_base, with_header_digests
@@ -364,8 +363,7 @@ def _are_alike(old: Checkpoint, new: Checkpoint) -> bool:
 
 def _auxiliary(checkpoint: Checkpoint) -> list[AuxiliaryAt]:
     """Return the files that receivers get: none that describe the source's files, or how they were trained."""
-    omitted = (SOURCE_FILES, TRAINED_NAME, STEPS_NAME)
-    return [item for item in forget_source(checkpoint).auxiliary if not item.path.startswith(omitted)]
+    return with_source_files(forget_source(checkpoint).auxiliary, is_same=False)
 
 
 def _address(chain: str | Path) -> Address:

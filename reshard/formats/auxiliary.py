@@ -19,6 +19,7 @@ from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_FILES, SOURCE_NAME
 from manifests.models.adapters import RECORD_NAME
 from manifests.paths import problem_with_path
+from manifests.trained import RUN_FILES
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.copy.journal import is_working_name
 from reshard.tensors.checkpoint import AuxiliaryAt
@@ -40,8 +41,11 @@ def describes_files(name: str) -> bool:
 
 
 def with_source_files(files: Sequence[AuxiliaryAt], *, is_same: bool) -> list[AuxiliaryAt]:
-    """Return auxiliary files with those that describe the source's files in their places; without, unless `is_same`."""
-    others = [item for item in files if not item.path.startswith(SOURCE_FILES)]
+    """Return auxiliary files with those that describe the source's files in their places; without, unless `is_same`.
+
+    Those of a training checkpoint are left out.
+    """
+    others = [item for item in files if not item.path.startswith(SOURCE_FILES) and item.path not in RUN_FILES]
     paths = {item.path for item in others}
     names = [(item, item.path.removeprefix(SOURCE_FILES)) for item in files if item.path.startswith(SOURCE_FILES)]
     described = [replace(item, path=name) for item, name in names if describes_files(name) and name not in paths]

@@ -149,12 +149,12 @@ def export(
 
 
 def _with_steps(checkpoint: Checkpoint) -> Checkpoint:
-    """Read the step counts of parameters that took others than the checkpoint; no export copies their file."""
-    files = {item.path: item for item in checkpoint.auxiliary}
-    if (recorded := files.pop(STEPS_NAME, None)) is None:
+    """Read the step counts of parameters that took others than the checkpoint."""
+    recorded = next((item for item in checkpoint.auxiliary if item.path == STEPS_NAME), None)
+    if recorded is None:
         return checkpoint
     steps = decode_steps(read_whole(recorded.file, recorded.digest), str(recorded.file))
-    return replace(checkpoint, auxiliary=tuple(files.values()), steps=steps)
+    return replace(checkpoint, steps=steps)
 
 
 def _open_to_export(source: str) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,9 @@ from typing import Any
 from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, DataError
 from manifests.jsontext import parse_json_object
-from manifests.schema import AuxiliaryFile, DataPosition
+from manifests.schema import DataPosition
 from manifests.store import file_digest, read_small_file
+from manifests.trained import SKIPPED_NAME, STATE_NAME
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.schema import SYNTHETIC, DataOptions
@@ -23,7 +24,6 @@ _Files = Sequence[tuple[str, int]]  # by name and size
 # The number of skipped documents is in a small file of a checkpoint, absent for 0, and so is the state of a dataset of
 # a package's own. They are auxiliary files, such as config.json: a checkpoint that is resharded keeps them, and readers
 # that do not know them can read the rest.
-SKIPPED_NAME, STATE_NAME = FILES = "skipped-documents.json", "dataset-state.json"
 _FIELD, _STATE = "num_skipped", "state"
 
 
@@ -104,13 +104,6 @@ def encode_files(num_skipped: int, state: str | None) -> dict[str, bytes]:
     if state is not None:
         texts[STATE_NAME] = json.dumps({"version": 1, _STATE: state})
     return {name: f"{text}\n".encode() for name, text in texts.items()}
-
-
-def with_files(files: tuple[AuxiliaryFile, ...], encoded: Mapping[str, bytes]) -> tuple[AuxiliaryFile, ...]:
-    """Return a checkpoint's auxiliary files with these in place of earlier ones."""
-    others = (file for file in files if file.path not in FILES)
-    return (*others, *(AuxiliaryFile(path=path, nbytes=len(data), digest=digest_bytes(data))
-                       for path, data in encoded.items()))  # fmt: skip
 
 
 def read_skipped(packed: Packed) -> int:

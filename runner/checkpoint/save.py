@@ -22,10 +22,9 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Shard, Stage, TrainingState
 from manifests.store import read_small_file, write_file, write_manifest
-from manifests.trained import STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
+from manifests.trained import DATA_FILES, RUN_FILES, STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord
-from runner.checkpoint.data_position import FILES, with_files
 from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of, shard_of, write_shard
 from runner.checkpoint.state import Held, ShardToWrite, divide_into_shards, nbytes_of
 from runner.distributed.fail_together import from_all_ranks
@@ -77,7 +76,7 @@ class SaveContext:
     @classmethod
     def of(cls, launched: Packed, origin: Packed, *, num_writers: int, named: Path | None = None) -> SaveContext:
         """Return the context of a run that trains `launched`, and started from the weights of `origin`."""
-        made_anew = (SOURCE_FILES, TRAINED_NAME, STEPS_NAME)
+        made_anew = (SOURCE_FILES, *RUN_FILES)
         files = tuple(file for file in launched.manifest.files if not file.path.startswith(made_anew))
         return cls(
             manifest=replace(launched.manifest, files=files),
@@ -132,7 +131,7 @@ def save(
                 return []
             with timer.working():
                 names = {path for of_rank in planned for path in of_rank}
-                names |= {*(file.path for file in context.manifest.files), *FILES, INDEX_NAME, MANIFEST_NAME}
+                names |= {*(file.path for file in context.manifest.files), *DATA_FILES, INDEX_NAME, MANIFEST_NAME}
                 names |= {STEPS_NAME, *context.records}
                 target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
                 return [str(stack.enter_context(target))]
@@ -266,15 +265,16 @@ def _commit(
     timer: StallTimer,
 ) -> None:
     check_sizes(folder, {shard.path: shard.nbytes for stage in stages.values() for shard in stage.shards})
-    files = with_files(context.manifest.files, data_files)
+    files = context.manifest.files
     for auxiliary in files:
         timer.beat()
         target = folder / auxiliary.path
         target.parent.mkdir(parents=True, exist_ok=True)
-        data = data_files.get(auxiliary.path, context.contents.get(auxiliary.path))
+        data = context.contents.get(auxiliary.path)
         blocks = Blocks(LocalFile(context.root / auxiliary.path), auxiliary.compared_digest) if data is None else data
         write_file(target, blocks)
-    for name, data in context.records.items() if training.optimizer or context.adapters else ():
+    records = context.records if training.optimizer or context.adapters else {}
+    for name, data in {**data_files, **records}.items():
         write_file(folder / name, data)
         files = (*files, AuxiliaryFile(path=name, nbytes=len(data), digest=digest_bytes(data)))
     weights = {path: listed for of_rank in planned for path, listed in of_rank.items() if listed is not None}

@@ -11,7 +11,6 @@ from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from manifests.safetensors import DIGESTS_KEY
-from manifests.trained import TRAINED_NAME
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
@@ -51,7 +50,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     identical = headers == {shard.name: shard.header_text for shard in checkpoint.record.shards}
     copied = with_source_files(checkpoint.auxiliary, is_same=identical)
     plan = ExportPlan(
-        copied=[item for item in copied if item is not config and item.path != TRAINED_NAME],
+        copied=[item for item in copied if item is not config],
         shards=shards,
         made=[] if index is None else [MemoryFile(INDEX_NAME, index)],
         last=CONFIG_NAME,  # a folder without it is not a model

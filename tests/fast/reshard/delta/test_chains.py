@@ -259,12 +259,18 @@ def test_prune_keeps_what_the_last_versions_are_computed_from(
 
 def test_files_about_training_are_not_published(chain: Path, tmp_path: Path) -> None:
     run("pack", f"{chain}@{NUM_STATES}", "--layout", "pp=1", "--out", tmp_path / "checkpoint")
-    files = {"trained.json": encode_trained([]), "optimizer-steps.json": encode_steps({"lm_head.weight": 1})}
+    files = {"trained.json": encode_trained([]), "optimizer-steps.json": encode_steps({"lm_head.weight": 1}),
+             "skipped-documents.json": b"{}", "dataset-state.json": b"{}"}  # fmt: skip
     for name, data in files.items():
         (tmp_path / "checkpoint" / name).write_bytes(data)
         entry = {"path": name, "nbytes": len(data), "digest": digest_bytes(data)}
         edit_manifest(tmp_path / "checkpoint", lambda document, entry=entry: document["files"].append(entry))
     assert not run("delta", "publish", tmp_path / "checkpoint", "--chain", chain, "--json").json["is_new"]
+    run("export", tmp_path / "checkpoint", "--to", "hf", "--out", tmp_path / "exported")
+    assert not files.keys() & {path.name for path in (tmp_path / "exported").iterdir()}
+    run("verify", tmp_path / "checkpoint", "--against", f"{chain}@{NUM_STATES}")
+
+
 
 
 @pytest.mark.parametrize("has_base", [False, True])
