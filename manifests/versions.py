@@ -10,10 +10,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from manifests.digest import PREFIX, Hasher
+from manifests.jsontext import parse_json_object
 
 VERSION_INDEX = re.compile(r"weight_v(\d{6,12})/model\.safetensors\.index\.json")
 LOCK_NAME = ".publish.lock"  # of the process that publishes to a chain in a folder
 XOR, BLAKE3, ZSTD = "xor", "blake3", "zstd"  # what is written
+_OF_VERSION = {
+    "version", "base_version", "delta_encoding", "compression_format", "checksum_format", "state", "base_state", "files"
+}  # fmt: skip
 LEVEL = 1  # of zstd: higher ones take longer than the disk
 
 
@@ -44,6 +48,16 @@ def encode_version(metadata: Mapping[str, object], files: Mapping[str, str], wei
     """Return the index of a version, with the digests of its auxiliary files."""
     index = {"metadata": {**metadata, "files": encode_files(files)}, "weight_map": weight_map}
     return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def without_version(index: bytes, where: str) -> bytes:
+    """Return an index without what makes its folder a version of a chain."""
+    document = parse_json_object(index, where)
+    metadata = document.get("metadata")
+    if not isinstance(metadata, dict) or not {"version", "state"} <= metadata.keys():
+        return index
+    document["metadata"] = {key: value for key, value in metadata.items() if key not in _OF_VERSION}
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
 
 
 def encode_files(files: Mapping[str, str]) -> str:

@@ -11,6 +11,7 @@ from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from manifests.safetensors import DIGESTS_KEY
+from manifests.versions import without_version
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
@@ -101,14 +102,15 @@ def _tensor(checkpoint: Checkpoint, fqn: str) -> TensorAt:
 
 
 def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> bytes | None:
-    """Return the original index, or a new one if sizes or tensors changed."""
+    """Return the original index, or a new one if sizes or tensors changed; the export is not a version."""
     index = checkpoint.record.index
     if index is None:
         return None
     recorded = (entry.nbytes for shard in checkpoint.record.shards for entry in shard.header.tensors)
     now = (origin.nbytes for shard in shards for origin in shard.origins)
     is_same = all(before == after for before, after in zip_longest(recorded, now))
-    return index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
+    new = index if is_same else index_anew(index, {shard.path: shard.entries for shard in shards})
+    return without_version(new, INDEX_NAME)
 
 
 def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:

@@ -39,6 +39,7 @@ from tests.builders import reshard as command
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import bytes_of, changed, weights_in, write_states
+from tests.fast.reshard.transforms.adapters import write_adapter
 
 CHECKSUMS = ("blake3", "xxh3-128", "adler32")
 NUM_STATES = 4
@@ -271,6 +272,20 @@ def test_files_about_training_are_not_published(chain: Path, tmp_path: Path) -> 
     run("verify", tmp_path / "checkpoint", "--against", f"{chain}@{NUM_STATES}")
 
 
+def test_what_is_made_of_a_served_folder_is_no_version(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    served_folder = tmp_path / "served"
+    apply_delta(published[0] / "chain", served_folder)
+    before = json.loads((served_folder / INDEX).read_text())
+    assert before["metadata"].keys() == {"total_size", "version", "state", "files"}
+    total_size = before["metadata"]["total_size"]
+    run("pack", served_folder, "--layout", "pp=2", "--out", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "hf", "--out", tmp_path / "exported")
+    run("merge", served_folder, write_adapter(tmp_path / "adapter"), "--out", tmp_path / "merged")
+    for out in ("exported", "merged"):
+        index = json.loads((tmp_path / out / INDEX).read_text())
+        assert index == {"metadata": {"total_size": total_size}, "weight_map": before["weight_map"]}
 
 
 @pytest.mark.parametrize("has_base", [False, True])
