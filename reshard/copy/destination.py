@@ -65,6 +65,8 @@ def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
 def _locations(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield a checkpoint's folder, that of its original files, and the targets of links among those."""
     yield checkpoint.location
+    if checkpoint.manifest is None and checkpoint.source.kind == "delta":
+        yield checkpoint.location.rpartition("@")[0]
     if checkpoint.originals is not None:
         if checkpoint.manifest is not None:
             yield checkpoint.originals.location

@@ -80,7 +80,7 @@ def open_version(
         hint = "apply it to a folder that has the base, or publish a full version: reshard delta publish NEW --full"
         raise SourceError(str(chain), problem, hint, code="source.no-full-version")
     full = open_full(chain, line[0], options)
-    return follow(full, chain, line[1:], verifies_each=verifies_each, scratch=scratch)
+    return follow(full, chain, line, verifies_each=verifies_each, scratch=scratch)
 
 
 def open_full(chain: Chain, version: Version, options: OpenOptions | None = None) -> Checkpoint:
@@ -95,12 +95,13 @@ def open_full(chain: Chain, version: Version, options: OpenOptions | None = None
 def follow(
     base: Checkpoint,
     chain: Chain,
-    deltas: Sequence[Version],
+    line: Sequence[Version],
     *,
     verifies_each: bool = False,
     scratch: Path | None = None,
 ) -> Checkpoint:
-    """Return the state that consecutive deltas of a chain make of a base."""
+    """Return the state that consecutive deltas of a chain make of a base; the first version may be the base itself."""
+    deltas, number = [version for version in line if not version.is_full], line[-1].number
     patches: dict[str, list[Patch]] = {}
     dropped = set(map(base.shape.fqn_of, base.record.dropped))
     for version in deltas:
@@ -110,21 +111,18 @@ def follow(
                 hint = "the delta is of another model"
                 raise SourceError(patch.where, "the base has no such tensor", hint, code=BAD_DELTA)
             patches.setdefault(fqn, []).append(patch)
-    how = f"at version {deltas[-1].number}" if deltas else ""
     tensors: dict[str, TensorAt] = {
-        name: patched(tensor, patches.get(name, ()), how, verifies_each=verifies_each)
+        name: patched(tensor, patches.get(name, ()), f"at version {number}", verifies_each=verifies_each)
         for name, tensor in base.tensors.items()
     }
     if deltas and not dropped:  # a state is of all tensors
         check_state(tensors.values(), deltas[-1], str(chain))
-    number = deltas[-1].number if deltas else None
-    location = chain.folder.location if number is None else f"{chain.folder.location}@{number}"
     return replace(
         base,
         tensors=tensors,
         auxiliary=auxiliary_at(base, chain, deltas),
         record=record_anew(tensors.values()),
-        source=Source(kind="delta", location=location),
+        source=Source(kind="delta", location=f"{chain.folder.location}@{number}"),
     )
 
 

@@ -120,6 +120,8 @@ def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[
         run("export", at, "--to", "hf", "--out", tmp_path / f"exported{number}")
         assert weights_in(tmp_path / f"packed{number}") == states[number - 1]
         assert weights_in(tmp_path / f"exported{number}") == states[number - 1]
+        assert json.loads((tmp_path / f"packed{number}/manifest.json").read_text())["source"]["location"] == at
+        assert refusal("pack", at, "--layout", "pp=2", "--out", folder / "chain/new").found[0] == 2
         assert run("check", at, "--against", folder / f"v{number}", "--bytes", "--json").json["ok"]
         assert run("diff", at, folder / f"v{number}", "--json").json["equal"]
         listing = reshard.inspect(at)
@@ -303,6 +305,8 @@ def test_full_version_can_follow_what_cannot_be_read(
     run("delta", "publish", folder / "v3", "--chain", chain, "--full")
     apply_delta(chain, tmp_path / "served")
     assert served(tmp_path / "served") == states[2]
+
+
 
 
 def test_equal_digests_are_not_read(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
