@@ -127,13 +127,13 @@ def new_header_text(entries: Sequence[TensorEntry], metadata: Mapping[str, str])
     return encode_header(entries, metadata, alignment=_HF_ALIGNMENT)[LENGTH_NBYTES:]
 
 
-def shard_anew(name: str, tensors: Iterable[TensorAt]) -> RecordedShard:
+def shard_anew(name: str, tensors: Iterable[TensorAt | TensorEntry]) -> RecordedShard:
     """Return the safetensors file that an export writes of tensors that the source has in a file of another format."""
     entries = layout_tensors((tensor.name, tensor.dtype, tensor.shape) for tensor in tensors)
     return RecordedShard(name, new_header_text(entries, {"format": "pt"}))
 
 
-def record_anew(tensors: Iterable[TensorAt], dropped: tuple[str, ...] = ()) -> SourceRecord:
+def record_anew(tensors: Iterable[TensorAt | TensorEntry], dropped: tuple[str, ...] = ()) -> SourceRecord:
     """Return the record of a source of another format: files of at most 5 GiB, or of one tensor, in order."""
     groups = list(split_by_size(tensors, lambda tensor: tensor.nbytes, _MAX_SHARD_NBYTES)) or [[]]
     count = len(groups)

@@ -103,10 +103,12 @@ def follow(
     """Return the state that consecutive deltas of a chain make of a base; the first version may be the base itself."""
     deltas, number = [version for version in line if not version.is_full], line[-1].number
     patches: dict[str, list[Patch]] = {}
-    dropped = set(map(base.shape.fqn_of, base.record.dropped))
+    gone, fqn_of = set(base.record.dropped), base.shape.fqn_of
+    entries = (entry for shard in base.record.shards for entry in shard.header.tensors if entry.name in gone)
+    dropped = {fqn_of(entry.name): replace(entry, name=fqn_of(entry.name)) for entry in entries}
     for version in deltas:
         for name, patch in read_patches(chain.folder, version, scratch).items():
-            fqn = base.shape.fqn_of(name)
+            fqn = fqn_of(name)
             if fqn not in base.tensors and fqn not in dropped:
                 hint = "the delta is of another model"
                 raise SourceError(patch.where, "the base has no such tensor", hint, code=BAD_DELTA)
@@ -121,7 +123,7 @@ def follow(
         base,
         tensors=tensors,
         auxiliary=auxiliary_at(base, chain, deltas),
-        record=record_anew(tensors.values()),
+        record=record_anew((*tensors.values(), *dropped.values()), tuple(dropped)),
         source=Source(kind="delta", location=f"{chain.folder.location}@{number}"),
     )
 

@@ -441,6 +441,7 @@ def test_optional_modules_of_a_version_can_be_dropped(tmp_path: Path) -> None:
         run("pack", at, "--layout", "pp=2", "--drop", module, "--out", out)
         rest = {fqn: tensor.data for fqn, tensor in state.items() if not fqn.startswith(f"{module}.")}
         assert weights_in(out) == rest != bytes_of(state)
+        run("verify", out, "--against", at)
 
 
 def test_folder_of_a_model_does_not_become_a_chain(chain: Path, tmp_path: Path) -> None:
