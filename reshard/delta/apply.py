@@ -162,7 +162,7 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
     if (folder / INDEX_NAME).is_file():
         where = folder / INDEX_NAME
         metadata = read_shard_index(read_small_file(where), str(where)).metadata
-        if isinstance(metadata, dict) and re.fullmatch(r"\d{1,12}", str(metadata.get("version"))):
+        if isinstance(metadata, dict) and re.fullmatch(r"[0-9]{1,12}", str(metadata.get("version"))):
             number, files = int(str(metadata["version"])), decode_files(metadata, str(where))
     auxiliary = tuple(replace(item, digest=digest_bytes(read_whole(item.file))) for item in opened.auxiliary)
     return replace(with_all_digests(opened), auxiliary=auxiliary), number, hashed, files

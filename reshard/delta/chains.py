@@ -180,7 +180,7 @@ def _files_before(names: Iterable[str], first: int) -> list[tuple[int, list[str]
     """Return the files of each version before another, the newest first: after a kill, the others have their bases."""
     files: dict[int, list[str]] = {}
     for name in names:
-        match = re.fullmatch(r"weight_v(\d{6,12})/.*", name)
+        match = re.fullmatch(r"weight_v([0-9]{6,12})/.*", name)
         if match and int(match[1]) < first:
             files.setdefault(int(match[1]), []).append(name)
     return sorted(files.items(), reverse=True)

@@ -43,7 +43,7 @@ from stores.open import Address, open_store
 from stores.versions import numbers_in
 from stores.workers import at_once
 
-_AT_VERSION = re.compile(r"(.+)@(\d{1,12})", re.DOTALL)
+_AT_VERSION = re.compile(r"(.+)@([0-9]{1,12})", re.DOTALL)
 _NUM_TOGETHER = 16  # indices
 
 
@@ -271,7 +271,7 @@ def _choice(metadata: Mapping[str, object], key: str, choices: Sequence[str], wh
 
 def _number(metadata: Mapping[str, object], key: str, where: str) -> int:
     value = str(metadata.get(key))
-    if not re.fullmatch(r"\d{1,12}", value):
+    if not re.fullmatch(r"[0-9]{1,12}", value):
         raise SourceError(f"{where}: metadata.{key}", f"expected a number, found {value[:80]!r}", code=BAD_DELTA)
     return int(value)
 

@@ -307,6 +307,13 @@ def test_full_version_can_follow_what_cannot_be_read(
     assert served(tmp_path / "served") == states[2]
 
 
+def test_version_is_named_by_ascii_digits(chain: Path) -> None:
+    assert refusal("inspect", f"file://{chain}@\N{ARABIC-INDIC DIGIT THREE}").found[0] == 3
+    (chain / "weight_v000004").rename(chain / "weight_v00000\N{ARABIC-INDIC DIGIT FOUR}")
+    assert [entry.number for entry in reshard.delta_log(chain)] == [1, 2, 3]
+    index = chain / "weight_v000003" / INDEX
+    index.write_text(index.read_text().replace('"000003"', '"00000\N{ARABIC-INDIC DIGIT THREE}"'))
+    assert refusal("delta", "log", chain).found[:2] == (3, "source.bad-delta")
 
 
 def test_equal_digests_are_not_read(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
