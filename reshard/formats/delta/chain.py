@@ -35,7 +35,7 @@ from reshard.formats.auxiliary import names_weights
 from reshard.formats.delta.codec import BAD_DELTA, CHECKSUMS, ENCODINGS, Patch
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formatting import list_words
-from stores.address import SCHEME, is_url
+from stores.address import SCHEME, is_url, place_of
 from stores.base import Blocks, Folder, InputFile, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.local import LocalFile, LocalFolder
@@ -73,9 +73,15 @@ class Version:
 
 
 def split_version(source: str) -> tuple[str, int | None]:
-    """Return the address of a chain and the version of `CHAIN@N`; anything else is returned as it is."""
+    """Return the address of a chain and the version of `CHAIN@N`; anything else is returned as it is.
+
+    So is the whole name of something that exists, for which a prefix of a bucket is listed.
+    """
     match = _AT_VERSION.fullmatch(source)
-    if match is None or source.startswith(SCHEME) or os.path.lexists(source):
+    if match is None or source.startswith(SCHEME):
+        return source, None
+    place = place_of(source) if is_url(source) else source  # a path, of file://
+    if open_store(source).names() if is_url(place) else os.path.lexists(place):
         return source, None
     return (match[1], int(match[2])) if is_url(source) or os.path.isdir(match[1]) else (source, None)
 

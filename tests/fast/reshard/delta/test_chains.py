@@ -307,6 +307,16 @@ def test_full_version_can_follow_what_cannot_be_read(
     assert served(tmp_path / "served") == states[2]
 
 
+@pytest.mark.parametrize("is_url", [False, True])
+def test_what_is_named_as_a_version_comes_first(
+    is_url: bool, chain: Path, published: tuple[Path, list[dict[str, bytes]]]
+) -> None:
+    folder = Path(shutil.copytree(published[0] / "v3", f"{chain}@2"))
+    assert run("diff", f"file://{folder}" if is_url else folder, published[0] / "v3", "--json").json["equal"]
+    folder.rename(f"{chain}@x")
+    assert run("diff", f"file://{folder}" if is_url else folder, published[0] / "v2", "--json").json["equal"]
+
+
 def test_version_is_named_by_ascii_digits(chain: Path) -> None:
     assert refusal("inspect", f"file://{chain}@\N{ARABIC-INDIC DIGIT THREE}").found[0] == 3
     (chain / "weight_v000004").rename(chain / "weight_v00000\N{ARABIC-INDIC DIGIT FOUR}")

@@ -253,3 +253,16 @@ def test_late_joiner_fetches_each_delta_of_a_bucket_once(
         path = f"/{BUCKET}/late/weight_v{number:06d}/model-00001-of-00001.safetensors"
         assert len(moto.requests("GET", path)) == 1, number
     assert not files_in(tmp_path / "served/.cache")
+
+
+def test_prefix_of_the_whole_name_comes_before_a_version(
+    place: Place, bucket_worker: Worker, moto: MotoServer, tmp_path: Path
+) -> None:
+    for folder, name in (("chain", "named"), ("v3", "named@2")):
+        for path, data in files_in(place.folder / folder).items():
+            moto.client().put_object(Bucket=BUCKET, Key=f"{name}/{path}", Body=data)
+    for version, number in ((1, 1), (2, 3)):
+        out = tmp_path / str(version)
+        pack = ("pack", url_of(f"named@{version}"), "--layout", "pp=1", "--out", out)
+        assert bucket_worker.run(*pack)[0] == 0
+        assert weights_in(out) == place.states[number - 1]
