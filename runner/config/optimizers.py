@@ -95,16 +95,23 @@ def describe_groups(
         )
 
 
-def check_state_fits(optimizer: OptimizerState, stored: OptimizerState, shape: ModelShape, where: str) -> None:
-    """Refuse a checkpoint in which another algorithm trained one of the parameters."""
+def check_state_fits(
+    optimizer: OptimizerState,
+    stored: OptimizerState,
+    shape: ModelShape,
+    where: str,
+    trains: Callable[[str], bool] | None = None,
+) -> None:
+    """Refuse a checkpoint in which another algorithm trained one of the parameters that a run trains."""
     before, after = numbers_of(stored, shape), numbers_of(optimizer, shape)
-    for fqn in shape.trained:
+    tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
+    for fqn in tensors:
         old = algorithm_of(stored.groups[before.of(fqn)], stored.name)
         new = algorithm_of(optimizer.groups[after.of(fqn)], optimizer.name)
         if old != new:
             problem = f"{fqn} was trained with {old}, and --optimizer has it in a group of {new}"
             raise CheckpointError(where, problem, _ANEW, code="resume.other-optimizer")
-    tensors, present = shape.trained, {kind.name: kind for kind in kinds_of(stored)}
+    present = {kind.name: kind for kind in kinds_of(stored)}
     for kind in kinds_of(optimizer):
         needed = state_shapes(kind, optimizer.groups, tensors, shape.ties)
         other = present.get(kind.name)

@@ -90,7 +90,7 @@ def plan_groups(
         problem = "adapters are trained by AdamW or Adam, without groups or an average"
         raise UsageError("--lora", problem, "leave --optimizer and --ema out", code="options.lora-combination")
     if stored is not None:
-        check_state_fits(plan, stored, shape, where)
+        check_state_fits(plan, stored, shape, where, trains)
     options = replace(options, optim=replace(options.optim, plan=plan))
     is_plain = plan.kinds is None and (options.lora is not None or is_flagged_for(plan, shape))
     lines = () if is_plain else tuple(describe_groups(plan, shape, trains))

@@ -329,6 +329,11 @@ def test_parameter_that_another_algorithm_trained_is_named() -> None:
         check_state_fits(plan_of("--optimizer", "sgd"), still, shape, "step-1")
 
 
+def test_state_of_what_a_resumed_run_freezes_is_not_needed() -> None:
+    muon = plan_of("--optimizer", "muon")
+    assert len(planned("--train-only", "embed_tokens", stored=muon)) == len(planned("--train-only", "mlp", stored=muon))
+
+
 def test_groups_of_a_checkpoint_are_resumed_but_no_class_is_loaded_because_it_names_one() -> None:
     muon = plan_of("--optimizer", "muon", "--ema", "0.9")
     assert plan_of("--max-norm", "0.5", "--ema", "0.9", stored=muon) == replace(muon, max_norm=0.5)
