@@ -215,8 +215,10 @@ def _begin(
         trains = trained_by(options, map(names_of, ties))
         dtypes = dict[str, torch.dtype]()
         if options.train_only:
-            modules = (stages.modules[stage] for stage in stages.placement.stages_on(mesh.pipeline_rank))
-            dtypes = stored_dtypes(chain.from_iterable(modules), base.bundles)
+            here = {*stages.placement.stages_on(mesh.pipeline_rank)}
+            # What is borrowed has the dtype of its owner, which sends it.
+            here |= {group.owner.stage for group in ties if any(member.stage in here for member in group.members)}
+            dtypes = stored_dtypes(chain.from_iterable(stages.modules[stage] for stage in here), base.bundles)
         chunks = build_stages(family, stages, options.compute, mesh, device, trains, dtypes)
         pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
     world.start.end("build_s")

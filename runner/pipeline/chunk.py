@@ -49,9 +49,7 @@ class StageChunk(nn.Module):
     def freeze(self, trains: Callable[[str], bool]) -> None:
         """Train only the parameters of which it is true for one of the tensors that files have."""
         for name, parameter in self.body.named_parameters():
-            pieces = self.family.pieces(name, parameter, (0,) * parameter.dim())
-            fqns = [piece.fqn for piece in pieces] or [self.family.to_hf(name)]  # what is borrowed is its owner's
-            if not any(map(trains, fqns)):
+            if not any(map(trains, self._fqns_of(name, parameter))):
                 self.frozen |= {name}
                 parameter.requires_grad_(False)
 
@@ -59,10 +57,14 @@ class StageChunk(nn.Module):
         """Return the dtypes that files have of frozen parameters, by name; `stored` are those of tensors, by FQN."""
         dtypes: dict[str, torch.dtype] = {}
         for name, parameter in self.body.named_parameters():
-            pieces = self.family.pieces(name, parameter, (0,) * parameter.dim()) if name in self.frozen else ()
-            if of_pieces := [stored[piece.fqn] for piece in pieces if piece.fqn in stored]:
-                dtypes[name] = reduce(torch.promote_types, of_pieces)
+            fqns = self._fqns_of(name, parameter) if name in self.frozen else ()
+            if of_files := [stored[fqn] for fqn in fqns if fqn in stored]:
+                dtypes[name] = reduce(torch.promote_types, of_files)
         return dtypes
+
+    def _fqns_of(self, name: str, parameter: torch.Tensor) -> list[str]:
+        pieces = self.family.pieces(name, parameter, (0,) * parameter.dim())
+        return [piece.fqn for piece in pieces] or [self.family.to_hf(name)]  # what is borrowed is its owner's
 
     def trained_fqns(self) -> list[str]:
         """Return what files have of the parameters that the run trains and this rank has a part of."""

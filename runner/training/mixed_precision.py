@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from runner.models.family import BORROWED
 from runner.tensors.local_shard import empty_like
 
 _MASTER = "_master"  # an attribute of a parameter
@@ -46,7 +47,7 @@ def keep_as_stored(body: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
     """Allocate masters of frozen parameters, by name, in the dtypes that files have, not yet filled."""
     for name, dtype in dtypes.items():
         parameter = body.get_parameter(name)
-        if parameter.dtype == dtype:
+        if parameter.dtype == dtype or name.startswith(BORROWED):  # nothing that is borrowed is saved
             continue
         if isinstance(parameter, DTensor):  # of tensor-parallel ranks, which gather it on their device
             setattr(parameter, _MASTER, torch.empty_like(parameter, dtype=dtype, requires_grad=False))

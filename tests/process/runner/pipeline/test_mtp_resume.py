@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.builders import pack
 from tests.process.runner.pipeline.mtp_oracle import FLAGS, config_of, random_weights
@@ -15,6 +16,7 @@ from tests.process.runner.training_jobs import job, lines_of, run_jobs
 
 pytestmark = pytest.mark.timeout(300)
 
+BORROWS = "Ettttm|L"  # the norm, of another rank
 LAYOUTS = ("EttttmL", "Ettt|tmL", "Et|ttt|m|L")  # the third stage of the last borrows the norm
 STEPS = 6
 
@@ -27,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "config.json").write_text(json.dumps({**config_of(1), "dtype": "float32"}))
     weights = {name: tensor.clone() for name, tensor in random_weights(1).items()}
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, BORROWS):
         pack(source, folder / layout, layout)
     return folder
 
@@ -54,3 +56,16 @@ def test_checkpoint_resumes_at_another_degree(place: Path) -> None:
     resumed = [of_step for number in range(1, len(hops) + 1) for of_step in losses(place, f"hop {number}")]
     assert len(set(resumed)) == STEPS  # the weights move
     assert resumed == [pytest.approx(of_step, rel=1e-6) for of_step in losses(place, "whole")]
+
+
+def test_frozen_norm_is_lent_in_the_dtype_of_the_files(place: Path) -> None:
+    flags = ("--dtype", "bf16", "--train-only", r"layers\.[14]\.", "--save")
+    run_jobs(2, [train(place, "whole frozen", BORROWS, 2, *flags, place / "whole frozen")])
+    run_jobs(4, [train(place, "sharded", BORROWS, 2, *flags, place / "sharded", "--dp-shard", 2)])
+    assert losses(place, "sharded") == [pytest.approx(of_step, rel=1e-2) for of_step in losses(place, "whole frozen")]
+    saved = {
+        fqn: tensor for file in (place / "sharded").glob("*.safetensors") for fqn, tensor in load_file(file).items()
+    }
+    norm = random_weights(1)["model.norm.weight"]
+    assert saved["model.norm.weight"].dtype == norm.dtype
+    assert torch.equal(saved["model.norm.weight"], norm)
