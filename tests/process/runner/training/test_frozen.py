@@ -79,12 +79,13 @@ def check_frozen(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert is_same != ("layers.1." in fqn), (fqn, tensor.dtype)
 
 
-# The dtype of the source, that of computation, and how two ranks share one stage.
+MIXED = ("--dtype", "bf16", "--master-dtype", "fp32")
+# The dtype of the source, those of the run, and how two ranks share one stage.
 CASES: Mapping[str, tuple[torch.dtype, tuple[str, ...], tuple[str, ...]]] = {
-    "float32-mixed-fsdp": (torch.float32, ("--dtype", "bf16"), ("--dp-shard", "2")),
+    "float32-mixed-fsdp": (torch.float32, MIXED, ("--dp-shard", "2")),
     "float32-bf16-tp": (torch.float32, ("--dtype", "bf16", "--master-dtype", "bf16"), ("--tp", "2")),
     "float32-bf16-fsdp": (torch.float32, ("--dtype", "bf16", "--master-dtype", "bf16"), ("--dp-shard", "2")),
-    "float16-mixed-tp": (torch.float16, ("--dtype", "bf16"), ("--tp", "2")),
+    "float16-mixed-tp": (torch.float16, MIXED, ("--tp", "2")),
     "bfloat16-fp32-fsdp": (torch.bfloat16, ("--dtype", "fp32"), ("--dp-shard", "2")),
 }
 
