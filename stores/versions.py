@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from manifests.errors import OutputError, SourceError
 from manifests.index import INDEX_NAME
@@ -28,8 +27,12 @@ def numbers_in(folder: Folder) -> tuple[int, ...]:
     return tuple(sorted(int(match[1]) for match in map(VERSION_INDEX.fullmatch, names) if match))
 
 
-def check_chain(folder: Path, where: str) -> None:
+def check_chain(folder: Folder, where: str) -> None:
     """Check that a folder can become a chain: commands would read the chain in the place of a model."""
-    if (folder / CONFIG_NAME).exists() and not numbers_in(LocalFolder(folder)):
+    if isinstance(folder, LocalFolder):
+        has_config = (folder.path / CONFIG_NAME).exists()
+    else:
+        has_config = CONFIG_NAME in folder.names()
+    if has_config and not numbers_in(folder):
         problem = "is the folder of a model, and commands would read the chain in its place"
         raise OutputError(where, problem, "publish to another folder", code="output.not-ours")

@@ -373,11 +373,11 @@ def _address(chain: str | Path) -> Address:
 @contextmanager
 def _publishing(chain: Address) -> Iterator[Path]:
     """Yield a folder for the spool, while no other process of this machine publishes to the chain."""
+    check_chain(open_store(str(chain)), str(chain))
     if isinstance(chain, str):
         with tempfile.TemporaryDirectory(prefix="reshard-publish-") as folder:
             yield Path(folder)
         return
-    check_chain(chain, str(chain))
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)
         with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):

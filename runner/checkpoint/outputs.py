@@ -14,6 +14,7 @@ from runner.config.flags import TrainOptions
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
+from stores.local import LocalFolder
 from stores.open import open_manifest
 from stores.versions import check_chain
 
@@ -23,7 +24,7 @@ _HINT = "choose a folder that this user can write to on every node"
 def check_outputs(options: TrainOptions) -> None:
     """Check that every folder a run writes to is writable; the ranks that write and the launcher call this."""
     if options.publish is not None and options.publish.folder is not None:
-        check_chain(options.publish.folder, f"--publish {options.publish.chain}")
+        check_chain(LocalFolder(options.publish.folder), f"--publish {options.publish.chain}")
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
     if options.save is not None:

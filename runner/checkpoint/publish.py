@@ -51,7 +51,7 @@ from stores.folders.publish import publishing
 from stores.local import LocalFile, LocalFolder
 from stores.objects.client import open_writable
 from stores.open import open_store
-from stores.versions import numbers_in
+from stores.versions import check_chain, numbers_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +101,8 @@ class Publisher(InFlight[PublishReport]):
         super().__init__("publish")
         self._chain, self._is_remote, self._timer = options.chain.rstrip("/"), is_url(options.chain), timer
         with raise_on_all_ranks("publish"):
+            if self._is_remote and dist.get_rank() == 0:  # a folder is looked at by the launcher, too
+                check_chain(open_store(self._chain), f"--publish {options.chain}")
             self._files = _files_of(context, NAMES[FLAG_DTYPES[options.dtype]]) if dist.get_rank() == 0 else {}
         self._file_digests = {name: digest_bytes(data) for name, data in self._files.items()}
         self._replicas = replicas_elsewhere(context.manifest.ties)

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 
 import reshard
+from manifests.errors import OutputError
 from tests.builders import files_in, pack, run
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
+from tests.process.runner.checkpoint.test_histories import train as train_alone
 from tests.process.runner.training.test_frozen import FLAGS, train
-from tests.process.stores.objects.buckets import url_of
+from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
 
 pytestmark = pytest.mark.timeout(600)
@@ -134,6 +136,17 @@ def test_chain_in_a_bucket(packed: Path, tmp_path: Path, moto: MotoServer, monke
           "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
     assert versions(chain) == [(1, None), (2, 1)]
     check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
+
+
+def test_model_in_a_bucket_does_not_become_a_chain(packed: Path, tmp_path: Path, moto: MotoServer) -> None:
+    run("export", packed, "--to", "hf", "--out", url_of("model"))
+    before = moto.objects(BUCKET)
+    with pytest.raises(OutputError) as error:
+        reshard.publish_delta(packed, url_of("model"))
+    assert (error.value.code, error.value.where) == ("output.not-ours", url_of("model"))
+    alone = pack(packed, tmp_path / "alone", "pp=1")
+    assert train_alone(alone, tmp_path, "--publish", url_of("model")) == (3, ["output.not-ours"])
+    assert moto.objects(BUCKET) == before
 
 
 @pytest.mark.slow
