@@ -126,7 +126,7 @@ def estimate_memory(
         delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
     peaks = peak_held_by_stage(table, per_microbatch, delayed)
     followers = _followers(shape, stages, placement)
-    by_stage = []
+    by_stage, temporary, in_step = [], [], []
     for stage, modules in enumerate(stages):
         led = {
             module: [
@@ -137,7 +137,8 @@ def estimate_memory(
             for module in modules
         }
         weights, gradients, optimizer = _state_nbytes(shape, training, sizes, modules, followers)
-        in_step = _step_nbytes(shape, led, training)
+        temporary.append(_temporary([costs[module] for module in modules], is_split=stage in split))
+        in_step.append(_step_nbytes(shape, led, training))
         borrowed, embeds = count_borrowed(shape, modules, sizes), placement.rank_of(stage) == placement.rank_of(0)
         by_stage.append(
             Memory(
@@ -147,14 +148,14 @@ def estimate_memory(
                 activations=peaks[stage],
                 receive_buffers=boundary * (received.stages[stage] + sent[stage]),
                 # The optimizer steps when no activations are left.
-                temporary=max(
-                    _temporary([costs[module] for module in modules], is_split=stage in split), in_step - peaks[stage]
-                ),
+                temporary=max(temporary[stage], in_step[stage] - peaks[stage]),
             )
         )
     by_rank = []
+    with_temporary = peak_held(table, per_microbatch, delayed, temporary)
     for rank, activations in enumerate(peak_held(table, per_microbatch, delayed)):
         on_rank = placement.stages_on(rank)
+        peak = max(with_temporary[rank], max((in_step[stage] for stage in on_rank), default=0))
         parts = [by_stage[stage] for stage in on_rank]
         by_rank.append(
             Memory(
@@ -163,7 +164,7 @@ def estimate_memory(
                 optimizer=sum(part.optimizer for part in parts),
                 activations=activations,
                 receive_buffers=boundary * (received.ranks[rank] + sum(sent[stage] for stage in on_rank)),
-                temporary=max((part.temporary for part in parts), default=0),  # one stage runs at a time
+                temporary=peak - activations,
             )
         )
     if training.host_memory == "fast":

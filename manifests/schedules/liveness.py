@@ -17,14 +17,19 @@ def in_flight(table: Table) -> tuple[int, ...]:
     return peak_held_by_stage(table, [1] * table.placement.num_stages)
 
 
-def peak_held(table: Table, stage_sizes: Sequence[int], delayed_sizes: Sequence[int] | None = None) -> tuple[int, ...]:
+def peak_held(
+    table: Table,
+    stage_sizes: Sequence[int],
+    delayed_sizes: Sequence[int] | None = None,
+    temporary_sizes: Sequence[int] | None = None,
+) -> tuple[int, ...]:
     """Return each rank's peak, where a microbatch in flight on stage i takes `stage_sizes[i]`.
 
     A microbatch is in flight on a stage from the start of its F to the end of its B or W. From the start of its I to
-    the end of its W it takes `delayed_sizes[i]` more.
+    the end of its W it takes `delayed_sizes[i]` more, and `temporary_sizes[i]` during its B, I and W.
     """
     rows = [[action for step in steps for action in actions_of(step)] for steps in table.ranks]
-    return _peaks(rows, stage_sizes, delayed_sizes)
+    return _peaks(rows, stage_sizes, delayed_sizes, temporary_sizes)
 
 
 def peak_held_by_stage(
@@ -36,7 +41,7 @@ def peak_held_by_stage(
         for step in steps:
             for action in actions_of(step):
                 rows[action.stage].append(action)
-    return _peaks(rows, stage_sizes, delayed_sizes)
+    return _peaks(rows, stage_sizes, delayed_sizes, None)
 
 
 class Peaks(NamedTuple):
@@ -78,19 +83,24 @@ def num_remote_neighbors(placement: Placement, stage: int) -> int:
 
 
 def _peaks(
-    rows: Iterable[Iterable[Action]], sizes: Sequence[int], delayed_sizes: Sequence[int] | None
+    rows: Iterable[Iterable[Action]],
+    sizes: Sequence[int],
+    delayed_sizes: Sequence[int] | None,
+    temporary_sizes: Sequence[int] | None,
 ) -> tuple[int, ...]:
-    delayed = delayed_sizes or [0] * len(sizes)
+    delayed, temporary = delayed_sizes or [0] * len(sizes), temporary_sizes or [0] * len(sizes)
     peaks = []
     for actions in rows:
         size = peak = 0
         for stage, kind, _ in actions:
             if kind == "F":
                 size += sizes[stage]
-            elif kind == "I":
+                peak = max(peak, size)
+                continue
+            if kind == "I":
                 size += delayed[stage]
-            else:
+            peak = max(peak, size + temporary[stage])
+            if kind != "I":
                 size -= sizes[stage] + (delayed[stage] if kind == "W" else 0)
-            peak = max(peak, size)
         peaks.append(peak)
     return tuple(peaks)
