@@ -8,7 +8,7 @@ from tests.fast.manifests.models.catalogued import DOZEN, check_table
 from tests.process.torchrun import fork_context
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("architectures", [DOZEN[:1], pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
 def test_catalogue_is_what_the_command_writes(architectures: tuple[str, ...]) -> None:
     from tools import catalogue
