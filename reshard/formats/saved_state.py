@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from manifests.errors import Parameter, UsageError
 from reshard.archives.names import DATA_SUFFIX
 from reshard.archives.saved import (
     Call,
@@ -95,6 +96,10 @@ class SavedState:
         begin = self.files.add(TensorAt(f"{name}.{placed.places[0].offsets[0]}", "U8", (nbytes,), file, 0, nbytes))
         for place in placed.places:
             entry = self._tensors.setdefault(keys(place.key), _Tensor(tensor.dtype, place.whole_shape))
+            if entry.dtype != tensor.dtype:  # such as of a frozen layer and a trained one
+                problem = f"is {tensor.dtype}, and other parts of {place.key!r} are {entry.dtype}"
+                hint = f"export one dtype: {Parameter('dtype', 'fp32')}"
+                raise UsageError(tensor.place, problem, hint, code="options.array-dtype")
             for number, offset in enumerate(place.offsets):
                 at = _At(begin.path, begin.begin + number * saved.nbytes, saved.nbytes)
                 entry.chunks[offset] = (placed.chunk_shape, at)

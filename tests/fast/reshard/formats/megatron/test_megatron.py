@@ -83,6 +83,20 @@ def test_a_model_that_goes_to_megatron_and_back_has_every_bit(kind: str, tmp_pat
     assert "embedding.word_embeddings.weight" in reshard("inspect", megatron, "--tensors").out
 
 
+def test_layers_of_several_dtypes_are_refused_unless_they_become_one(tmp_path: Path) -> None:
+    """As of a run that froze some in float32: all layers are one tensor, whose dtype was that of the first."""
+    state = huggingface_state("llama", tmp_path / "model")
+    mixed = {name: tensor.float() if "layers.1." in name else tensor.bfloat16() for name, tensor in state.items()}
+    save_file(mixed, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    asked = ("export", pack(tmp_path / "model", tmp_path / "mixed"), "--to", "megatron", "--out", tmp_path / "megatron")
+    code, name, where = refusal(*asked).found
+    assert (code, name, "'model.layers." in where) == (2, "options.array-dtype", True)
+    assert not (tmp_path / "megatron").exists()
+    run(*asked, "--dtype", "fp32")
+    back = load_file(huggingface_of(tmp_path / "megatron", tmp_path) / "model.safetensors")
+    assert_equal(back, {name: tensor.float() for name, tensor in mixed.items()})
+
+
 def test_torch_reads_the_layout_that_megatron_core_has(tmp_path: Path) -> None:
     state, megatron = megatron_of("qwen3_moe", tmp_path)
     found: dict[str, Any] = {}
