@@ -206,8 +206,24 @@ def _reduce_sharded(root: FSDPModule) -> None:
     state = fully_shard.state(root)  # type: ignore[attr-defined]
     for fsdp_state in state._state_ctx.all_states:
         for group in fsdp_state._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                _accumulate(parameter)
             group.post_backward()
     state._root_post_backward_final_callback()
+
+
+def _accumulate(parameter: Any) -> None:
+    """Let FSDP have the gradient of a parameter, zeros if it was not used, in the dtype of the reduction.
+
+    torch's own zeros have the dtype of computation, and it reduces no group of parameters with two dtypes.
+    """
+    unsharded = getattr(parameter, "_unsharded_param", None)  # None: never gathered
+    if unsharded is None or not unsharded.requires_grad:
+        return
+    if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
+        unsharded.grad = torch.zeros_like(unsharded)
+    parameter.accumulate_unsharded_grad_if_needed()
+    parameter.to_accumulated_grad_if_needed()
 
 
 @torch.no_grad()

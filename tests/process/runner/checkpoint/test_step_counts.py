@@ -18,7 +18,7 @@ from runner.data.sequences import read_batches
 from tests.builders import run
 from tests.process.runner.checkpoint.test_resume import digests_in
 from tests.process.runner.models.test_own_models import imported
-from tests.process.runner.training_jobs import job, run_jobs
+from tests.process.runner.training_jobs import job, losses_of, run_jobs
 
 MODEL = """\
 import torch
@@ -66,6 +66,8 @@ FLAGS = (
     "--weight-decay", str(DECAY), "--eps", str(EPS), "--max-norm", "0", "--no-self-check",
 )  # fmt: skip
 
+MIXED = ("--dtype", "bf16", "--master-dtype", "fp32")
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -87,6 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_jobs(2, [
         training(place, "whole", place / "pp=2", "--checkpoint-every", str(MIDDLE)),
         training(place, "again", place / "pp=2", "--resume", middle),
+        *(training(place, name, place / "pp=1", *MIXED, f"--dp-{name}", "2") for name in ("replicate", "shard")),
     ])  # fmt: skip
     run("pack", middle, "--layout", "pp=1", "--out", place / "repacked")
     run_jobs(1, [
@@ -146,3 +149,7 @@ def test_resumed_run_ends_bitwise_as_one_that_was_not_interrupted(place: Path, n
     assert any(0 < count < MIDDLE for count in late.values())
     assert counts_in(resumed) == counts_in(whole)
     assert digests_in(resumed) == digests_in(whole)
+
+
+def test_experts_without_tokens_are_sharded_in_mixed_precision(place: Path) -> None:
+    assert losses_of(place / "shard") == [pytest.approx(loss, rel=1e-3) for loss in losses_of(place / "replicate")]

@@ -69,3 +69,10 @@ def test_frozen_norm_is_lent_in_the_dtype_of_the_files(place: Path) -> None:
     norm = random_weights(1)["model.norm.weight"]
     assert saved["model.norm.weight"].dtype == norm.dtype
     assert torch.equal(saved["model.norm.weight"], norm)
+
+
+def test_norm_that_its_own_rank_does_not_use_is_reduced_in_mixed_precision(place: Path) -> None:
+    flags = ("--dtype", "bf16", "--master-dtype", "fp32")
+    run_jobs(2, [train(place, "mixed", BORROWS, 3, *flags)])
+    run_jobs(4, [train(place, "mixed, sharded", BORROWS, 3, *flags, "--dp-shard", 2)])
+    assert losses(place, "mixed, sharded") == [pytest.approx(of_step, rel=1e-2) for of_step in losses(place, "mixed")]
