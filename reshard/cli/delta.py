@@ -201,14 +201,15 @@ def _publish_text(done: PublishResult) -> str:
 
 def apply_text(done: ApplyResult) -> str:
     unknown = "" if done.is_recorded else "; the chain has checksums of changed tensors, and no digest of the rest"
+    others = f"; not the version's, and not in the chain: {', '.join(done.other_files)}" if done.other_files else ""
     if done.before == done.number and not done.num_changed:
         how = "whose interrupted switch is finished now" if done.is_resumed else "as before"
-        return f"version {done.number}, {how}: {done.location}"
+        return f"version {done.number}, {how}{others}: {done.location}"
     since = "" if done.before is None else f", from version {done.before}"
     since += ", whose interrupted switch was finished first" if done.is_resumed else ""
     changed = f"{done.num_changed} of {counted(done.num_tensors, 'tensor')} changed"
     written = f"{show_bytes(done.write_nbytes)} written, {show_bytes(done.read_nbytes)} read"
-    return f"version {done.number}{since}: {changed}, {written}{unknown}: {done.location}"
+    return f"version {done.number}{since}: {changed}, {written}{unknown}{others}: {done.location}"
 
 
 def _log_text(entries: Sequence[ChainEntry]) -> str:

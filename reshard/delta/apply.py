@@ -54,7 +54,8 @@ class ApplyResult:
     """The version that a folder has now, and had `before`; None: it was empty.
 
     `is_recorded`: the chain has the digest of the whole state, as chains of others have not. `is_resumed`: an earlier
-    call was killed as it switched to the version of `before`, and this one has finished that.
+    call was killed as it switched to the version of `before`, and this one has finished that. `other_files`: auxiliary
+    files that are not the version's, or are missing, of a base that is not in the chain.
 
     Units: bytes written to shards, and read of the folder and the chain, headers apart; seconds for the verification of
     tensors that stayed as they were, and for hashing the folder's, if its headers have no digests.
@@ -72,6 +73,7 @@ class ApplyResult:
     verified_nbytes: int
     verify_s: float
     is_resumed: bool = False
+    other_files: tuple[str, ...] = ()
 
 
 def apply_delta(
@@ -310,6 +312,7 @@ def _carry_out(
         moved = [shard.path for shard in plan.shards], [item.path for item in plan.auxiliary]
         work.prepare(index, {"shards": moved[0], "auxiliary": moved[1], "removed": plan.removed})
         work.switch()
+    digests_now = {item.path: item.digest for item in target.auxiliary}
     return ApplyResult(
         location=str(work.target),
         number=number,
@@ -322,6 +325,7 @@ def _carry_out(
         read_nbytes=sum(stored_nbytes(origin) for shard in plan.shards for origin in shard.origins) + verified_nbytes,
         verified_nbytes=verified_nbytes,
         verify_s=verify_s,
+        other_files=tuple(path for path, digest in (version.files or {}).items() if digests_now.get(path) != digest),
     )
 
 

@@ -354,6 +354,20 @@ def test_auxiliary_files_that_change_are_in_the_delta(tmp_path: Path) -> None:
         assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "v2" / name).read_bytes(), name
 
 
+def test_auxiliary_files_of_a_base_that_is_not_in_the_chain_are_named_if_they_are_others(tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    shutil.copytree(tmp_path / "v1", tmp_path / "served")
+    reshard.publish_delta(tmp_path / "v2", tmp_path / "chain", base=tmp_path / "v1")
+    (tmp_path / "served/generation_config.json").write_text("{}")
+    (tmp_path / "served/tokenizer.json").unlink()
+    done = apply_delta(tmp_path / "chain", tmp_path / "served")
+    assert set(done.other_files) == {"generation_config.json", "tokenizer.json"}
+    assert done.other_files == apply_delta(tmp_path / "chain", tmp_path / "served").other_files
+    for name in done.other_files:
+        shutil.copy(tmp_path / "v1" / name, tmp_path / "served")
+    assert apply_delta(tmp_path / "chain", tmp_path / "served").other_files == ()
+
+
 def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_users(tmp_path: Path) -> None:
     write_states(tmp_path, 2)
     (tmp_path / "v1/chat_template.jinja").write_text("old")
