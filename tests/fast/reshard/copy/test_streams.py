@@ -68,7 +68,9 @@ def test_full_standard_output_is_said_with_code_3(command: str, place: Path) -> 
     done = run(f"{command} >{FULL}", place)
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith(b"error: standard output: ")
-    assert done.stderr.count(b"\n") == 1
+    error, hint = done.stderr.splitlines()
+    assert b"[output.disk-full]" in error
+    assert hint.startswith(b"hint: ")
 
 
 @pytest.mark.parametrize("command", ALL[:3] + ALL[-3:])
