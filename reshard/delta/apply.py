@@ -186,26 +186,26 @@ def _target(
     if before == number:  # by its weights: other files may be those of another version
         return replace(present, auxiliary=auxiliary_at(present, chain, [chain.version(number)])), before
     line = chain.line(number, after=before) if before < number else []
-    if line and line[0].base == before:
+    if line and line[0].base == before and line[0].base_state in (None, state):
         return follow(present, chain, line, scratch=scratch), before
     return open_version(chain, number, scratch=scratch), before
 
 
 def _number_of(chain: Chain, state: str | None, number: int | None) -> int | None:
-    """Return the version that has a state: the one of that number, if it does, or another one, or the first one's base.
+    """Return the version that has a state: the one of that number, if it does, or another one, or the base of one.
 
-    A chain of others records no states: the folder's number is taken as it is, and 0 without one.
+    Versions of others record no states: the folder's number is taken as it is, and 0 in a chain of these alone.
     """
     if number in chain.numbers and chain.version(number).state == state:
         return number
     versions = chain.versions()
-    if all(version.state is None and version.base_state is None for version in versions):
-        return number or 0
     for version in reversed(versions):
         if version.state == state:
             return version.number
-    first = versions[0]
-    return first.base if first.base_state == state else None
+        if version.base_state == state:
+            return version.base
+    unrecorded = [version.number for version in versions if version.state is None]
+    return (number or 0) if number in unrecorded or len(unrecorded) == len(versions) else None
 
 
 def _plan(

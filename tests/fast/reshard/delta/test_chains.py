@@ -680,6 +680,28 @@ def test_chain_that_slime_began_and_we_go_on_with_is_a_source(tmp_path: Path) ->
     assert served(tmp_path / "served") == states[2]
 
 
+@pytest.mark.parametrize("algorithm", CHECKSUMS)
+def test_folder_follows_a_chain_of_versions_of_slime_and_of_ours(tmp_path: Path, algorithm: str) -> None:
+    """A version of slime's records no state: a folder that has it is known by its number, or as a base of ours."""
+    states = write_states(tmp_path, 5)
+    chain, folder = tmp_path / "chain", tmp_path / "served"
+    shutil.copytree(tmp_path / "v1", chain / "weight_v000001")
+    steps = ("full", "slime", "ours", "slime", "slime")
+    for number, step in enumerate(steps, 1):
+        if step == "slime":
+            slime_decoder.publish(chain, number, *states[number - 2 : number], "overwrite", algorithm)
+        elif step == "ours":
+            reshard.publish_delta(tmp_path / f"v{number}", chain)
+        done = apply_delta(chain, folder)
+        assert (done.number, done.before) == (number, number - 1 or None)
+        assert served(folder) == states[number - 1]
+    other, index = tmp_path / "v5", json.loads((tmp_path / "v5" / INDEX).read_text())
+    index["metadata"]["version"] = "000002"  # whose state it is not: version 3 records that
+    (other / INDEX).write_text(json.dumps(index))
+    apply_delta(chain, other, version=3)
+    assert served(other) == states[2]
+
+
 # A bit that is flipped anywhere in a base, a chain or a copy is named before it is served, or changes no weight.
 
 
