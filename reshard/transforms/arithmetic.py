@@ -336,4 +336,4 @@ class Changes:
         """Change the bytes of a block that begins at `begin` of the tensor."""
         first, last = np.searchsorted(self._positions, (begin, begin + len(state)))
         values = np.frombuffer(state, np.uint8)
-        values[self._positions[first:last] - np.uint32(begin)] = self._values[first:last]
+        values[self._positions[first:last] - np.int64(begin)] = self._values[first:last]

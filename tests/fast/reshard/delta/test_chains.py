@@ -22,6 +22,7 @@ from manifests.models import model_shape
 from manifests.trained import encode_steps, encode_trained
 from reshard.cli.delta import apply_text
 from reshard.delta.apply import apply_delta
+from reshard.transforms.arithmetic import Changes
 from tests.builders import (
     INDEX,
     Tensor,
@@ -168,6 +169,16 @@ def test_chain_of_slime_is_read(tmp_path: Path, encoding: str, algorithm: str) -
     with pytest.raises(UserError) as refused:  # of the full version, there is none
         apply_delta(tmp_path / "chain", tmp_path / "empty")
     assert refused.value.code == "source.no-full-version"
+
+
+def test_bytes_beyond_the_positions_of_an_overwrite_stay() -> None:
+    """A tensor of more than 4 GiB has such bytes; only those before can be changed."""
+    last, value = (1 << 32) - 1, memoryview(b"x")
+    changes = Changes(memoryview(last.to_bytes(4, "little")), value)
+    blocks = bytearray(4), bytearray(4)
+    for block, begin in zip(blocks, (last - 3, last + 1), strict=True):
+        changes.apply(memoryview(block), begin)
+    assert blocks == (b"\0\0\0x", bytes(4))
 
 
 def test_flipped_bit_in_a_chain_of_slime_is_refused(tmp_path: Path) -> None:
