@@ -100,12 +100,25 @@ def compare_with_source(
 
 
 def report_missing(
-    stored: Collection[str], expected: Iterable[TensorAt], ties: Sequence[TieGroup], findings: Findings
+    stored: Collection[str],
+    expected: Iterable[TensorAt],
+    source: Mapping[str, TensorAt],
+    ties: Sequence[TieGroup],
+    progress: ByteCounter,
+    findings: Findings,
 ) -> None:
-    """Report the tensors of a source that are stored under none of their names."""
+    """Report the tensors of a source that are stored under none of their names, or differ from one that they are tied
+    to and stored as."""
+    compared = {fqn: source[fqn] for fqn in stored if fqn in source}
+    copies: list[TensorAt] = []
     for tensor in expected:
-        if not any(fqn in stored for fqn in _tied_names(tensor.name, ties)):
+        names = set(_tied_names(tensor.name, ties))
+        if names.isdisjoint(stored):
             findings.add(tensor.place, "is in no bundle")
+        elif tensor.name not in stored and not names.isdisjoint(compared):
+            copies.append(tensor)
+    digests = dict(zip(copies, hash_each(copies, progress, findings), strict=True))
+    compare_with_source(compared, digests, ties, progress, findings)
 
 
 def compare_checkpoints(

@@ -149,7 +149,7 @@ def verify_manifest(
             counts.num_beyond += len(names)
         elif options.against is not None and expected is not None:
             sources = _belonging(expected, options.against.shape, stages, manifest, dropped)
-            report_missing(names, sources, manifest.ties, of_source)
+            report_missing(names, sources, expected, manifest.ties, progress, of_source)
     _check_files(manifest, read.folder, findings)
     if options.against is not None:
         findings.extend(of_source)

@@ -200,6 +200,21 @@ def test_tensors_that_were_dropped_are_not_missed(tmp_path: Path) -> None:
     assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
 
 
+def test_tied_copy_of_the_source_that_is_stored_under_another_name_is_compared(tmp_path: Path) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    tied = write_model(tmp_path / "source", config)
+    pack(tmp_path / "source", tmp_path / "out", "pp=1")
+    head = tied["model.embed_tokens.weight"]
+    write_model(tmp_path / "same", config, {**tied, "lm_head.weight": head})
+    write_model(tmp_path / "other", config, {**tied, "lm_head.weight": replace(head, data=bytes(len(head.data)))})
+    assert reshard("verify", tmp_path / "out", "--against", tmp_path / "same").code == 0
+    ended = reshard("verify", tmp_path / "out", "--against", tmp_path / "other", "--json")
+    (found,) = ended.json["differences"]
+    assert (ended.code, found["where"]) == (4, f"{tmp_path}/other/model.safetensors: 'lm_head.weight'")
+    pack(tmp_path / "other", tmp_path / "dropped", "pp=1", "--drop", "lm_head.weight")
+    assert reshard("verify", tmp_path / "dropped", "--against", tmp_path / "other").code == 0
+
+
 def test_virtual_bundles_are_compared_where_there_is_a_source(out: Path) -> None:
     source, virtual = out.parent / "source", out.parent / "virtual"
     pack(source, virtual, "pp=2", "--virtual")
