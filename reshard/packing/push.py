@@ -11,7 +11,7 @@ from pathlib import Path
 from manifests.codec import decode_manifest
 from manifests.command.sizes import show_bytes
 from manifests.errors import ManifestError, OutputError, Parameter, StoreError, UsageError, UserError
-from manifests.index import INDEX_NAME, SIGNATURE_NAME
+from manifests.index import ADAPTER_NAMES, INDEX_NAME, SIGNATURE_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest, Source
@@ -206,7 +206,7 @@ def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
 
 def _is_weights(name: str) -> bool:
     """Return whether readers would take a file for a part of the model, or for what vouches for it."""
-    if name in (INDEX_NAME, TORCH_INDEX_NAME, SIGNATURE_NAME, MANIFEST_NAME) or is_torch_shard(name):
+    if name in (INDEX_NAME, TORCH_INDEX_NAME, SIGNATURE_NAME, MANIFEST_NAME, *ADAPTER_NAMES) or is_torch_shard(name):
         return True
     return name.endswith(SUFFIX) and (is_in_stage_folder(name) or ("/" not in name and not is_beside(name)))
 

@@ -172,15 +172,15 @@ def test_another_model_is_replaced_with_force_alone_and_files_of_no_model_are_ke
     other = pack(tmp_path, "pp=3", num_hidden_layers=3)
     assert reshard("push", other, NAME).code == 0
     kept = {"LICENSE": b"MIT", "images/loss.png": b"png", "original/model.safetensors": b"beside"}
-    hub.push(NAME, hub.files(NAME) | kept | {"pytorch_model.bin": b"old", "manifest.sig": b"of the other"})
+    others = {"pytorch_model.bin": b"old", "manifest.sig": b"of the other", "adapter_config.json": b"{}"}
+    hub.push(NAME, hub.files(NAME) | kept | others)
     before = hub.files(NAME)
     assert refusal("push", packed, NAME).found == (3, "output.exists", f"hf://{NAME}")
     assert hub.files(NAME) == before
     done = reshard("push", packed, NAME, "--force", "--json").json
     assert set(done["removed"]) == {
         *(name for name in files_in(other) if name.startswith(("model-", "stage-"))) - files_in(packed).keys(),
-        "pytorch_model.bin",
-        "manifest.sig",
+        *others,
     }
     assert hub.files(NAME).keys() == {*files_in(packed), *kept, ".gitattributes", "README.md"}
 
