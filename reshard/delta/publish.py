@@ -350,6 +350,8 @@ def _old_state(chain: Chain, base: str | Path | None) -> Checkpoint | None:
         return newest
     if not _are_alike(newest, copy):
         raise other_base(copy.location, head, chain.version(head).state, None)
+    if chain.version(head).state is None:  # nothing tells whether the copy is that version
+        return newest
     tensors = {name: replace(copy.tensors[name], blake3=tensor.blake3) for name, tensor in newest.tensors.items()}
     return replace(newest, tensors=tensors)
 

@@ -713,6 +713,16 @@ def test_folder_follows_a_chain_of_versions_of_slime_and_of_ours(tmp_path: Path,
     assert served(other) == states[2]
 
 
+def test_copy_of_a_version_that_records_no_state_is_not_taken_for_it(tmp_path: Path) -> None:
+    states = write_states(tmp_path, 3)
+    shutil.copytree(tmp_path / "v1", tmp_path / "chain/weight_v000001")
+    slime_decoder.publish(tmp_path / "chain", 2, *states[:2], "xor", "xxh3-128")
+    reshard.publish_delta(tmp_path / "v3", tmp_path / "chain", base=tmp_path / "v1")  # an older one
+    assert reshard.verify_delta(tmp_path / "chain").ok
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    assert served(tmp_path / "served") == states[2]
+
+
 # A bit that is flipped anywhere in a base, a chain or a copy is named before it is served, or changes no weight.
 
 
