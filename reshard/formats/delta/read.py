@@ -167,8 +167,11 @@ def with_all_digests(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def auxiliary_at(base: Checkpoint, chain: Chain, versions: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
-    """Return the auxiliary files of the last of these: those of the base, or of the last version that has others."""
-    files = versions[-1].files if versions else None
+    """Return the auxiliary files of the last of these: those of the base, or of the last version that has others.
+
+    Versions of slime's list none, and have those of the version before.
+    """
+    files = next((version.files for version in reversed(versions) if version.files is not None), None)
     if files is None:
         return base.auxiliary
     items = {item.path: item for item in base.auxiliary if item.path in files}

@@ -713,6 +713,18 @@ def test_folder_follows_a_chain_of_versions_of_slime_and_of_ours(tmp_path: Path,
     assert served(other) == states[2]
 
 
+def test_version_of_slime_has_the_auxiliary_files_of_the_version_before(tmp_path: Path) -> None:
+    states, new = write_states(tmp_path, 3), '{"bos_token_id": 2}\n'
+    (tmp_path / "v2/generation_config.json").write_text(new)
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    slime_decoder.publish(tmp_path / "chain", 3, *states[1:], "xor", "xxh3-128")
+    run("pack", tmp_path / "chain", "--layout", "pp=1", "--out", tmp_path / "packed")
+    apply_delta(tmp_path / "chain", tmp_path / "served")
+    for name in ("packed", "served"):
+        assert (tmp_path / name / "generation_config.json").read_text() == new
+
+
 def test_copy_of_a_version_that_records_no_state_is_not_taken_for_it(tmp_path: Path) -> None:
     states = write_states(tmp_path, 3)
     shutil.copytree(tmp_path / "v1", tmp_path / "chain/weight_v000001")
