@@ -17,7 +17,7 @@ from reshard.copy.runs import Progress, counting
 from reshard.delta.publish import open_base
 from reshard.formats.delta.chain import Chain, Version, open_versions
 from reshard.formats.delta.codec import BAD_DELTA, check_packages
-from reshard.formats.delta.read import check_state, open_version
+from reshard.formats.delta.read import check_files, check_state, open_version
 from reshard.tensors.comparison import Finding, Findings
 from reshard.tensors.lazy import stored_nbytes
 from stores.address import is_url
@@ -112,6 +112,7 @@ def verify_delta(
             states.append(with_digest)
         try:
             check_state(states, opened.version(number), str(opened))
+            check_files(checkpoint, opened.version(number), str(opened))
         except InputError as error:
             findings.add_error(error)
         for item in checkpoint.auxiliary:

@@ -31,7 +31,7 @@ from reshard.copy.runs import ByteCounter, Progress, counting
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import Encoder, check_packages
-from reshard.formats.delta.read import check_state, open_version, other_base, with_header_digests
+from reshard.formats.delta.read import check_files, check_state, open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
@@ -150,6 +150,7 @@ def fold_delta(
     opened = open_versions(chain)
     folded = opened.version(opened.numbers[-1] if version is None else version)
     state = open_version(opened, folded.number)
+    check_files(state, folded, str(opened))
     place = _address(chain if out is None else out)
     with _publishing(place):
         there = open_chain(place)

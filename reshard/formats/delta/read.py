@@ -16,6 +16,7 @@ from reshard.formats.delta.chain import Chain, ChainAt, Version, list_versions, 
 from reshard.formats.delta.codec import BAD_DELTA, Patch, patched
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
+from reshard.formatting import some
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.source_index import record_anew
 from stores.base import Folder, InputFile
@@ -30,6 +31,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """
     chain, number = _chain_at(folder)
     opened = open_version(chain, number, options)
+    check_files(opened, chain.version(number), str(chain))
     is_known = options.drop or state_digest(opened.tensors.values()) is not None
     if not is_known and (version := chain.version(number)).state is not None:
         opened = with_all_digests(opened)
@@ -142,6 +144,14 @@ def check_state(tensors: Iterable[TensorAt], version: Version, where: str) -> st
         hint = "a header or an index is damaged, or versions of two runs are mixed; copy the chain again"
         raise SourceError(where, problem, hint, code="source.broken-chain")
     return state
+
+
+def check_files(opened: Checkpoint, version: Version, where: str) -> None:
+    """Refuse a version of which auxiliary files that its index lists are lost."""
+    lost = sorted((version.files or {}).keys() - {item.path for item in opened.auxiliary})
+    if lost:
+        problem = f"version {version.number} has {some(lost)}, which the chain does not have"
+        raise SourceError(where, problem, "copy the chain again, or publish a version", code="source.broken-chain")
 
 
 def with_header_digests(checkpoint: Checkpoint) -> Checkpoint:

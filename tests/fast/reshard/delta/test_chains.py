@@ -725,6 +725,25 @@ def test_version_of_slime_has_the_auxiliary_files_of_the_version_before(tmp_path
         assert (tmp_path / name / "generation_config.json").read_text() == new
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_auxiliary_file_that_a_chain_has_lost_is_found(number: int, tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    (tmp_path / "v2/chat_template.jinja").write_text("new")
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    chain, new = tmp_path / "chain", tmp_path / "new"
+    (chain / f"weight_v{number:06d}" / ("tokenizer.json", "chat_template.jinja")[number - 1]).unlink()
+    assert [finding.code for finding in reshard.verify_delta(chain).findings] == ["source.broken-chain"]
+    for arguments in (
+        ("pack", chain, "--layout", "pp=1", "--out", new),
+        ("export", chain, "--to", "hf", "--out", new),
+        ("delta", "fold", chain),
+    ):
+        assert refusal(*arguments).found[:2] == (3, "source.broken-chain")
+    assert reshard.publish_delta(tmp_path / "v2", chain).is_new  # which has it again
+    assert reshard.verify_delta(chain).ok
+
+
 def test_copy_of_a_version_that_records_no_state_is_not_taken_for_it(tmp_path: Path) -> None:
     states = write_states(tmp_path, 3)
     shutil.copytree(tmp_path / "v1", tmp_path / "chain/weight_v000001")
