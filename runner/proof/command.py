@@ -17,9 +17,8 @@ from manifests.store import read_small_file
 from runner.bundle.packed import opened
 from runner.config.command import BeforeTraining
 from runner.config.declared import WholeNumber
-from runner.config.flags import Device, parse_training
+from runner.config.flags import Device, parse_training, unwritten
 from runner.config.parallel_dims import DegreeOptions
-from runner.config.schema import SYNTHETIC
 from runner.preflight.combinations import balance_flags
 from runner.preflight.preflight import check_device, check_request, check_torch
 from stores.folders.probe import check_stdout, print_result
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from runner.proof.against import Compared
 
 _MOST_LISTED = 12
+_UNREAD = "unread.jsonl"  # weights and data are not read; unlike synthetic data, it may have documents and rows
 _GROUPS = {"Ranks": ("nnodes", "nproc_per_node"), "A dump": ("against", "tolerance", "device")}
 
 
@@ -87,8 +87,7 @@ def _prove_run(
     manifest: str, words: Sequence[str], nnodes: int, nproc_per_node: int | None, *, is_json: bool, is_quiet: bool
 ) -> int:
     check_torch()
-    if "--data" not in words:  # weights and data are not read
-        words = ("--data", SYNTHETIC, *words)
+    words = (*unwritten({"--data": ("--data", _UNREAD)}, words), *words)
     options = parse_training(words)
     with opened(manifest, is_staged=True) as (_, launched):
         options = parse_training((*words, *balance_flags(launched, options)))

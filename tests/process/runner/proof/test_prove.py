@@ -57,6 +57,19 @@ def test_a_combination_of_64_ranks_is_proven_on_4(packed: Path) -> None:
     assert max(tried["differences"].values()) <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [(("--data=absent.jsonl",), ""), (("--document-mask",), " --document-mask"),
+     (("--tokenized", "--token-weights", "weight"), " --loss")],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)  # fmt: skip
+def test_data_is_not_read_however_its_flags_are_written(packed: Path, flags: tuple[str, ...], shown: str) -> None:
+    done = prove(packed, "--nproc-per-node", 2, "--json", "--", *flags, "--global-batch", 4)
+    assert done.exit_code == 0, (done.stdout, done.stderr, done.exception)
+    (tried,) = json.loads(done.stdout)["tried"]
+    assert tried["options"] == f"--dtype fp32{shown}"
+
+
 def test_the_optimizer_of_the_run_is_proven(packed: Path) -> None:
     options = parse_training(("--data", "synthetic", "--optimizer", "muon"))
     run = combination_of(Request(launched=open_packed(packed), options=options, degrees=ParallelDims(pipeline=2)))
