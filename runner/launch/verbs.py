@@ -184,7 +184,7 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     # A checkpoint is committed before its line is written, which a kill may prevent.
     history = Path(str(config.get("checkpoint") or ""))
     if history.is_absolute() and report["last_step"]:
-        with suppress(InputError):  # a folder that only the nodes see
+        with suppress(InputError, ValueError):  # a folder that only the nodes see, or no path
             newest = find_newest(history, report["last_step"])
             report["last_checkpoint"] = str(newest) if newest else report["last_checkpoint"]
     return report
@@ -355,7 +355,7 @@ def _cells(run: Mapping[str, Any]) -> tuple[str, ...]:
         run.get("name") or "-", run["state"],
         "-" if step is None else str(step) if run["num_steps"] is None else f"{step}/{run['num_steps']}",
         "-" if loss is None else f"{loss:.4f}", "-" if beat is None else _ago(time.time() - beat),
-        run.get("layout") or "-", run["folder"],
+        str(run.get("layout") or "-"), run["folder"],
     )  # fmt: skip
 
 

@@ -223,7 +223,7 @@ class _Attempts:
 
 
 def _read_traces(folder: Path, this_run: str) -> Traces | None:
-    paths = sorted(folder.glob("rank-*.json"))
+    paths = sorted(path for path in folder.glob("rank-*.json") if path.stem.removeprefix("rank-").isdecimal())
     if not paths:
         return None
     documents = [read_object(read_text(path), str(path)) for path in paths]

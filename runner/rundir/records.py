@@ -45,7 +45,7 @@ def read_run_record(log_dir: Path) -> dict[str, Any] | None:
     """Return the run record of a folder; None if there is none that can be read."""
     try:
         document = json.loads((log_dir / RUN_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) and isinstance(document.get("id"), str) else None
 

@@ -139,6 +139,28 @@ def test_list_has_every_run_of_a_folder_newest_first(tmp_path: Path) -> None:
     assert refused.code == "launch.no-record"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [{"layout": 5}, {"layout": ["pp=2"]}, {"checkpoint": "/c\0k"}, "[" * 200_000],
+    ids=["number", "list", "zero byte", "deep"],
+)
+def test_damaged_record_of_a_run_hides_neither_it_nor_others(tmp_path: Path, record: str | dict[str, object]) -> None:
+    for name in ("damaged", "whole"):
+        folder = tmp_path / name
+        folder.mkdir()
+        write_job_record(folder, JobRecord(
+            scheduler="local", id="1", name=name, output="x", host=socket.gethostname(), birth="never",
+        ))  # fmt: skip
+        write_run_record(folder, {"id": "x", "launches": [{"resolved": {"steps": 12}}]})
+        (folder / "metrics.jsonl").write_text(json.dumps(LOAD) + "\n" + json.dumps(step(3)) + "\n")
+    text = record if isinstance(record, str) else json.dumps({"id": "x", "launches": [{"resolved": record}]})
+    (tmp_path / "damaged" / "run.json").write_text(text)
+    for words in (["list", str(tmp_path)], ["status", str(tmp_path / "damaged")]):
+        done = CliRunner().invoke(cli, words)
+        assert done.exit_code == 0, done.exception
+        assert "damaged" in done.stdout
+
+
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_job_that_has_ended_is_not_said_to_be_cancelled(log: Path, flags: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, ["cancel", str(log), *flags])

@@ -268,6 +268,17 @@ def test_trace_that_is_not_as_traces_are_is_refused(tmp_path: Path, before: str,
     assert error.value.code.startswith(code)
 
 
+def test_copy_of_a_trace_is_not_that_of_a_rank(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    for copy in ("rank-00000 (1).json", "rank-00001 (1).json"):
+        path = trace_path(tmp_path, 0)
+        path.with_name(copy).write_bytes(path.read_bytes())
+    traces = read_run(tmp_path).traces
+    assert traces is not None
+    assert traces.ranks == (0, 1)
+
+
 def test_traces_of_different_runs_are_not_mixed(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
