@@ -131,17 +131,19 @@ def read_once(
     padded_length: Callable[[int, int], int] = max,
     skipped: Skipped | None = None,
     form: RowForm | None = None,
+    keeps_unlabeled: bool = False,
 ) -> Iterator[Batch]:
     """Yield the batches of one epoch, with every token once; the last batches are padded with ignored labels.
 
     `padded_length` maps a row's own length and `--seq-len` to its padded length, see `runner.models.Family`; all rows
-    of a batch have the same length. At the end, `skipped` has the number of skipped documents.
+    of a batch have the same length. Rows without a label that counts are left out, unless a loss takes rows of a `form`
+    or `keeps_unlabeled` asks for them. At the end, `skipped` has the number of skipped documents.
     """
     vocabulary, sources = _vocabulary(data, folder, vocab_size), _sources(data, batch, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
     samples, empty = _numbered(pack_documents(documents, data, batch.seq_len)), Sample(ids=array("i"))
-    for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=form is not None):
+    for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=keeps_unlabeled or form is not None):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
         yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
 

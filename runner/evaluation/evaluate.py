@@ -96,6 +96,7 @@ def loss_over(
             vocab_size=family.vocab_size,
             padded_length=family.padded_length,
             skipped=skipped,
+            keeps_unlabeled=options.out is not None,
         )
     rows, sums = Rows(number=mesh.data_rank, count=degrees.replicate), list[tuple[float, int]]()
     with ExitStack() as stack:

@@ -54,9 +54,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def score(place: Path, out: Path, world: World, *flags: str) -> tuple[float, int, list[dict[str, Any]]]:
-    words = ["--data", str(place / "text.jsonl"), "--seq-len", str(SEQ_LEN), "--microbatch", "2", "--no-self-check"]
-    options = parse_eval([str(place / "packed"), *words, "--out", str(out), *flags])
+def score(
+    place: Path, out: Path, world: World, *flags: str, data: Path | None = None
+) -> tuple[float, int, list[dict[str, Any]]]:
+    words = ["--seq-len", str(SEQ_LEN), "--microbatch", "2", "--no-self-check", "--out", str(out)]
+    options = parse_eval([str(place / "packed"), "--data", str(data or place / "text.jsonl"), *words, *flags])
     loss, num_tokens = loss_over(options, open_packed(place / "packed"), world, torch.device("cpu"))
     return loss, num_tokens, parquet.read_table(out).to_pylist()
 
@@ -111,6 +113,27 @@ def test_documents_that_are_rows_are_scored_alone(place: Path, world: World, tmp
     texts = [document[: SEQ_LEN + 1] for document in DOCUMENTS]
     check(rows, [{"labels": text[1:], **outputs_of(place, text)} for text in texts])
     assert num_tokens == sum(len(text) - 1 for text in texts)
+    assert loss == pytest.approx(math.fsum(row["loss"] for row in rows) / num_tokens, rel=1e-15)
+
+
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_rows_of_prompts_alone_are_in_the_file(packing: str, place: Path, world: World, tmp_path: Path) -> None:
+    """Of the second prompt, packed rows have nothing else, and a row for itself ends before its completion."""
+    lengths, data = ((3, 5), (3 * SEQ_LEN, 2), (1, 4)), tmp_path / "prompts.jsonl"
+    texts = [[" ".join(f"w{place}" for place in range(length)) for length in pair] for pair in lengths]
+    data.write_text("".join(json.dumps({"text": text, "answer": answer}) + "\n" for text, answer in texts))
+    flags = (packing, "--completion-field", "answer", "--hidden-states", "model.layers.0")
+    loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, *flags, data=data)
+    documents = [[*range(prompt), *range(completion), EOS] for prompt, completion in lengths]
+    assert [row["document"] for row in rows] == [0, 1, 2]
+    tokens = [token for row in rows for token in row["tokens"]]
+    if packing == "--packing":
+        assert tokens == [token for document in documents for token in document][:-1]
+        assert [row["num_tokens"] for row in rows] == [6, 3, 5]
+    else:
+        assert tokens == [token for document in documents for token in document[:-1][:SEQ_LEN]]
+        assert [row["num_tokens"] for row in rows] == [6, 0, 5]
+    assert all(len(row["hidden_states"]) == len(row["losses"]) == len(row["tokens"]) for row in rows)
     assert loss == pytest.approx(math.fsum(row["loss"] for row in rows) / num_tokens, rel=1e-15)
 
 
