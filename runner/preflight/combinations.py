@@ -161,18 +161,13 @@ def expert_notes(
 
     `run` is the record of the run that is resumed, if there is one.
     """
-    launches = (run or {}).get("launches")
-    launches = launches[-2:] if isinstance(launches, list) else ()  # this one, and that before it
-    options = [
-        launch["options"] for launch in launches if isinstance(launch, dict) and isinstance(launch.get("options"), dict)
-    ]
     ended = [
         f"{flag} {launched[name]} of the launch before is not given again: it no longer balances experts"
         for flag, name, value in (
             (_BIAS, "router_bias_rate", balance.bias_rate),
             (_LOSS, "router_aux_loss", balance.aux_loss),
         )
-        for launched in options
+        for launched in _launched_options(run)
         if not value and launched.get(name)
     ]
     if ended or balance.is_on or not has_experts(tensors := tuple(tensors)):
@@ -183,3 +178,22 @@ def expert_notes(
             "experts are not balanced: --router-bias-rate is 0, so e_score_correction_bias of routers does not change"
         )
     return (note,)
+
+
+def mtp_notes(options: TrainOptions, run: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """Return a note that a run has another weight of MTP layers than the launch before, which no flag says."""
+    name, weight = "mtp_loss_weight", options.loss.mtp_weight
+    return tuple(
+        f"{flag_of(name)} {launched[name]} of the launch before is not given again: it is {weight} now"
+        for launched in _launched_options(run)
+        if name not in options.given and launched.get(name, weight) != weight
+    )
+
+
+def _launched_options(run: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Return the options of this launch and of that before it, as far as the record of the run has them."""
+    launches = (run or {}).get("launches")
+    launches = launches[-2:] if isinstance(launches, list) else ()
+    return [
+        launch["options"] for launch in launches if isinstance(launch, dict) and isinstance(launch.get("options"), dict)
+    ]

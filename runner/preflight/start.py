@@ -10,7 +10,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.config.flags import TrainOptions, recall
-from runner.preflight.combinations import check_balance, expert_notes
+from runner.preflight.combinations import check_balance, expert_notes, mtp_notes
 from runner.preflight.preflight import notes
 from runner.rundir.records import read_run_record
 from runner.training.algorithms import plan_groups
@@ -45,6 +45,7 @@ def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> S
     check_balance(launched, options)
     run = None if training is None else read_run_record(options.log_dir)
     lines += expert_notes(launched.shape.tensors, options.balance, run)
+    lines += mtp_notes(options, run)
     lines += _beyond_positions(launched, options)
     return Start(origin=origin, training=training, options=options, notes=lines)
 

@@ -11,12 +11,14 @@ from click.testing import CliRunner
 
 from manifests.errors import InputError, UserError
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.resume import remembered
+from runner.checkpoint.resume import Origin, remembered
 from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
 from runner.preflight.combinations import balance_flags, check_balance, expert_notes
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
+from runner.preflight.start import read_start
+from runner.rundir.records import write_run_record
 from tests.builders import edit_manifest, llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
@@ -250,6 +252,27 @@ def test_a_flag_that_the_launch_before_had_is_missed(flag: str, name: str) -> No
     assert expert_notes(tensors, BalanceOptions(**{flag: 0.25}), {"launches": launches}) == ()
     (unbalanced,) = expert_notes(tensors, BalanceOptions(), {"launches": [*launches, launches[-1]]})
     assert not unbalanced.startswith("--")
+
+
+@pytest.mark.parametrize(
+    ("weights", "flags", "noted"),
+    [
+        ((0.2, 0.3, 0.1), (), 0.3),
+        ((0.3, 0.1), ("--mtp-loss-weight", "0.1"), None),
+        ((0.1, 0.3, 0.3), ("--mtp-loss-weight", "0.3"), None),
+        ((0.3, 0.1, 0.1), (), None),
+    ],
+)
+def test_a_weight_of_mtp_layers_that_the_launch_before_had_is_missed(
+    place: Path, tmp_path: Path, weights: tuple[float, ...], flags: tuple[str, ...], noted: float | None
+) -> None:
+    """No checkpoint recalls it, and the loss that is printed does not show it."""
+    launches = [{"options": {"mtp_loss_weight": weight}} for weight in weights]
+    write_run_record(tmp_path, {"id": "x", "launches": launches})
+    words = ["--data", "synthetic", "--steps", "70", "--resume", str(place / "trained"), "--log-dir", str(tmp_path)]
+    start = read_start(open_packed(place / "packed"), Origin(place / "trained"), parse_training([*words, *flags]))
+    expected = f"--mtp-loss-weight {noted} of the launch before is not given again: it is 0.1 now"
+    assert [note for note in start.notes if "mtp" in note] == ([] if noted is None else [expected])
 
 
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
