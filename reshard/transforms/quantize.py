@@ -157,7 +157,8 @@ def quantize_weight(
         problem = f"is {weight.dtype} with scales of {scale.dtype}, for which there is no encoder"
         hint = "dequantize the model: reshard pack --dequantize bf16"
         raise SourceError(weight.place, problem, hint, code="source.quantized-dtype")
-    how = f"quantized as {weight.dtype} with scales of {scale.dtype}, {section.get('weight_block_size')}"
+    numbers = section.get("weight_block_size"), section.get("scale_fmt")
+    how = f"quantized as {weight.dtype} with scales of {scale.dtype}, {numbers}"
     codes, scales = (
         derive(like, like.dtype, f"{how}: {what}", (plain,), partial(make, wants_scales=what == "scales"))
         for like, what in ((weight, "codes"), (scale, "scales"))

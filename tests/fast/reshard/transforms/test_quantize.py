@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -14,6 +15,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from manifests.errors import SourceError
+from reshard.copy.journal import plan_key
+from reshard.plans.pack_plan import lay_out_shard
 from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.encoders import quantize_fp8, quantize_mxfp4
 from reshard.transforms.quantize import quantize_weight
@@ -127,6 +130,14 @@ def test_scheme_without_an_encoder_is_refused(kinds: tuple[str, str]) -> None:
     with pytest.raises(SourceError) as error:
         quantize_weight(weight, weight, scale, fp8(4, 4))
     assert error.value.code == "source.quantized-dtype"
+
+
+def test_journal_of_quantized_weights_is_not_that_of_scales_of_another_form() -> None:
+    plain = at(torch.ones(8, 8))
+    weight, scale = replace(plain, dtype="F8_E4M3"), replace(plain, name="a.weight_scale_inv", shape=(2, 2))
+    sections = [fp8(4, 4), fp8(4, 4) | {"scale_fmt": "ue8m0"}, fp8(4, 4) | {"scale_fmt": "ue8m0"}]
+    keys = [plan_key([lay_out_shard("out", quantize_weight(plain, weight, scale, section))]) for section in sections]
+    assert (len(set(keys)), keys[1]) == (2, keys[2])
 
 
 def write_float8(folder: Path, config: dict[str, Any]) -> dict[str, Tensor]:
