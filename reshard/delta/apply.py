@@ -204,7 +204,7 @@ def _number_of(chain: Chain, state: str | None, number: int | None) -> int | Non
             return version.number
         if version.base_state == state:
             return version.base
-    unrecorded = [version.number for version in versions if version.state is None]
+    unrecorded = [version.number for version in versions if (version.state, version.base_state) == (None, None)]
     return (number or 0) if number in unrecorded or len(unrecorded) == len(versions) else None
 
 
