@@ -18,7 +18,7 @@ from manifests.errors import OutputError
 from tests.builders import files_in, pack, run
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
-from tests.process.runner.checkpoint.test_histories import train as train_alone
+from tests.process.local_jobs import forked_runner
 from tests.process.runner.training.test_frozen import FLAGS, train
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
@@ -145,7 +145,9 @@ def test_model_in_a_bucket_does_not_become_a_chain(packed: Path, tmp_path: Path,
         reshard.publish_delta(packed, url_of("model"))
     assert (error.value.code, error.value.where) == ("output.not-ours", url_of("model"))
     alone = pack(packed, tmp_path / "alone", "pp=1")
-    assert train_alone(alone, tmp_path, "--publish", url_of("model")) == (3, ["output.not-ours"])
+    ended = forked_runner("launch", alone, "--log-dir", tmp_path / "log", "--", *FLAGS, "--publish", url_of("model"))
+    assert ended.returncode == 3
+    assert "[output.not-ours]" in ended.stderr
     assert moto.objects(BUCKET) == before
 
 
