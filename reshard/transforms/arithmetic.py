@@ -57,6 +57,7 @@ def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype:
     Source: deepseek-ai/DeepSeek-V3, `inference/kernel.py`, `weight_dequant`.
     """
     columns = weight.shape[1]
+    block = min(block[0], weight.shape[0]), min(block[1], columns)
     scales = np.concatenate([decode(part, scale.dtype) for part in map(bytes, read_blocks(scale))]).reshape(scale.shape)
     height = max(1, STEP // columns)
     for number, part in enumerate(read_blocks(weight, height * columns)):

@@ -16,7 +16,8 @@ def quantize_fp8(
     plain: TensorAt, sizes: tuple[int, int], scale_dtype: str, *, is_power: bool, wants_scales: bool
 ) -> Iterator[Buffer]:
     """Yield a matrix as float8, or the scales of its blocks, by which values are multiplied; see Note [Encoders]."""
-    _, columns = plain.shape
+    rows, columns = plain.shape
+    sizes = min(sizes[0], rows), min(sizes[1], columns)
     starts = np.arange(0, columns, sizes[1])
     for block in read_blocks(plain, sizes[0] * columns * NBYTES[plain.dtype]):
         values = decode(block, plain.dtype).reshape(-1, columns)

@@ -92,7 +92,7 @@ def _from_fp8(weight: TensorAt, scale: TensorAt, section: Mapping[str, object], 
 
     sizes = _block_sizes(scale, section)
     grid = tuple(-(-count // size) for count, size in zip(weight.shape, sizes, strict=False))
-    if len(weight.shape) != 2 or scale.shape != grid:
+    if len(weight.shape) != 2 or scale.shape != grid or not weight.nbytes:
         problem = f"expected scales of {list(weight.shape)} in blocks of {list(sizes)}, found {list(scale.shape)}"
         raise _unfit(scale, problem)
     make = partial(fp8_blocks, weight, scale, sizes, dtype)
@@ -111,9 +111,8 @@ def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:
     """Return a weight of which each byte has two values, and each row scales of its own."""
     from reshard.transforms.arithmetic import fp4_blocks  # numpy
 
-    rows, *halves = packed.shape
-    fits = len(halves) == 1 and scale.shape[:-1] == (rows,) and scale.shape[-1] and not 2 * halves[0] % scale.shape[-1]
-    if not fits:
+    of_rows = len(packed.shape) == len(scale.shape) == 2 and scale.shape[0] == packed.shape[0] and packed.nbytes
+    if not (of_rows and scale.shape[1] and not 2 * packed.shape[1] % scale.shape[1]):
         raise _unfit(scale, f"expected scales of each row of {list(packed.shape)}, found {list(scale.shape)}")
     plain = replace(packed, shape=(packed.shape[0], 2 * packed.shape[1]))
     make = partial(fp4_blocks, packed, scale, dtype)
@@ -127,6 +126,9 @@ def _unfit(scale: TensorAt, problem: str) -> SourceError:
 def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:
     from reshard.transforms.arithmetic import mxfp4_blocks  # numpy
 
+    if len(packed.shape) != 4 or packed.shape[3] != 16 or scales.shape != packed.shape[:3] or not packed.nbytes:
+        problem = f"expected scales of each 16 bytes of {list(packed.shape)}, found {list(scales.shape)}"
+        raise _unfit(scales, problem)
     count, outputs, groups, half = packed.shape
     plain = replace(packed, name=packed.name.removesuffix(_BLOCKS), shape=(count, groups * half * 2, outputs))
     return derive(

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -20,8 +21,8 @@ from manifests.errors import SourceError
 from manifests.models import model_shape
 from reshard.copy.journal import plan_key
 from reshard.plans.pack_plan import lay_out_shard
-from reshard.tensors.lazy import MemoryFile
-from reshard.transforms.quantize import plain_tensors
+from reshard.tensors.lazy import MemoryFile, read_blocks
+from reshard.transforms.quantize import plain_tensors, quantize_weight
 from stores.bundles import TensorAt
 from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, reshard, run, tensors_in, write_model
 from tests.fast.manifests.models.built import read_config
@@ -201,21 +202,45 @@ def test_weight_without_known_scales_is_refused(dtype: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shape", "sizes"),
+    ("dtype", "of", "shape", "sizes"),
     [
-        ("I8", (4, 3), None),
-        ("I8", (3, 8), None),
-        ("I8", (4, 0), None),
-        ("F8_E4M3", (4, 8), [2, 2]),
-        ("F8_E4M3", (4, 8), None),
+        ("I8", (4, 8), (4, 3), None),
+        ("I8", (4, 8), (3, 8), None),
+        ("I8", (4, 8), (4, 0), None),
+        ("I8", (4, 0), (4, 1), None),
+        ("I8", (), (), None),
+        ("F8_E4M3", (4, 8), (4, 8), [2, 2]),
+        ("F8_E4M3", (4, 8), (4, 8), None),
+        ("F8_E4M3", (4, 0), (2, 0), [2, 2]),
+        ("U8", (4, 1, 16), (4, 1), None),
+        ("U8", (2, 4, 2, 8), (2, 4, 2), None),
+        ("U8", (2, 4, 2, 16), (2, 4, 3), None),
+        ("U8", (2, 0, 2, 16), (2, 0, 2), None),
     ],
 )
-def test_scales_that_are_not_of_the_blocks_are_refused(dtype: str, shape: tuple[int, ...], sizes: Any) -> None:
-    weight = TensorAt("a.weight", dtype, (4, 8), MemoryFile("f", bytes(32)), 0, 32)
-    scale = TensorAt("a.scale", "F8_E8M0", shape, MemoryFile("f", bytes(prod(shape))), 0, prod(shape))
+def test_scales_that_are_not_of_the_blocks_are_refused(
+    dtype: str, of: tuple[int, ...], shape: tuple[int, ...], sizes: Any
+) -> None:
+    names = ("a_blocks", "a_scales") if dtype == "U8" else ("a.weight", "a.scale")
+    stored = {
+        name: TensorAt(name, kind, dims, MemoryFile("f", bytes(prod(dims))), 0, prod(dims))
+        for name, kind, dims in zip(names, (dtype, "U8" if dtype == "U8" else "F8_E8M0"), (of, shape), strict=True)
+    }
     with pytest.raises(SourceError) as found:
-        list(plain_tensors({"a.weight": weight, "a.scale": scale}, {"weight_block_size": sizes}, "BF16"))
+        list(plain_tensors(stored, {"weight_block_size": sizes}, "BF16"))
     assert found.value.code == "source.quantized-shape"
+
+
+def test_blocks_that_are_larger_than_the_matrix_take_no_memory() -> None:
+    sizes = 10**12, 10**30
+    weight = TensorAt("a.weight", "F8_E4M3", (4, 8), MemoryFile("f", bytes([0x38]) * 32), 0, 32)  # of ones
+    scale = TensorAt("a.scale", "F8_E8M0", (1, 1), MemoryFile("f", bytes([128])), 0, 1)
+    section = {"weight_block_size": list(sizes)}
+    ((_, plain),) = plain_tensors({"a.weight": weight, "a.scale": scale}, section, "F32")
+    values = b"".join(map(bytes, read_blocks(plain)))
+    assert np.frombuffer(values, "<f4").tolist() == [2.0] * 32
+    codes, scales = quantize_weight(plain, weight, scale, section)
+    assert [b"".join(map(bytes, read_blocks(tensor))) for tensor in (codes, scales)] == [b"\x78" * 32, b"\x78"]
 
 
 def test_scale_of_an_integer_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
