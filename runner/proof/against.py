@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,19 @@ class Rows:
     tokens: torch.Tensor
     labels: torch.Tensor
     position_ids: torch.Tensor | None = None
-    document_places: torch.Tensor | None = None  # of each token in its document: 0 where one begins
+    documents: torch.Tensor | None = None  # equal within each document; None: each row is one
 
     @property
     def num_tokens(self) -> int:
         return int((self.labels != IGNORED).sum())
+
+    def documents_of(self, row: int) -> Iterator[slice]:
+        """Yield the places of each document of a row."""
+        begins = [0, self.tokens.shape[1]]
+        if self.documents is not None:
+            document = self.documents[row]
+            begins[1:1] = ((document[1:] != document[:-1]).nonzero().flatten() + 1).tolist()
+        yield from (slice(*ends) for ends in pairwise(begins))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,7 +113,7 @@ def _read_rows(path: Path) -> Rows:
             raise refused(path, f"expected int64 [rows, seq-len], found {kind[0]} {list(kind[1])}", name)
     with safe_open(path, "pt") as file:
         rows = {name: file.get_tensor(name) for name in kinds}
-    tokens, labels, documents = rows["input_ids"], rows["labels"], rows.get("document_ids")
+    tokens, labels = rows["input_ids"], rows["labels"]
     counted = labels != IGNORED
     if not counted.any() or labels[counted].min() < 0 or not tokens.numel() or tokens.min() < 0:
         raise refused(path, f"expected tokens, and labels that are tokens or {IGNORED}")
@@ -114,16 +123,8 @@ def _read_rows(path: Path) -> Rows:
         tokens=tokens,
         labels=labels,
         position_ids=rows.get("position_ids"),
-        document_places=None if documents is None else _places_in(documents),
+        documents=rows.get("document_ids"),
     )
-
-
-def _places_in(documents: torch.Tensor) -> torch.Tensor:
-    """Return the positions of tokens in their documents, each of which is contiguous."""
-    places = torch.arange(documents.shape[1]).expand_as(documents)
-    begins = torch.ones_like(documents, dtype=torch.bool)
-    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return places - torch.where(begins, places, 0).cummax(1).values
 
 
 def _locate(folder: Path) -> Iterator[tuple[str, Path]]:
@@ -261,7 +262,10 @@ def _run(folder: Path, rows: Rows, dtype: torch.dtype, device: torch.device) -> 
 
 
 def run_rows(model: nn.Module, rows: Rows, device: torch.device) -> tuple[float, dict[nn.Parameter, torch.Tensor]]:
-    """Return the mean loss over all labels, and its gradients, summed in float32; one row is computed at a time."""
+    """Return the mean loss over all labels, and its gradients, summed in float32.
+
+    Each document is computed by itself: no mask keeps documents apart in convolutions and linear attention.
+    """
     gradients: dict[nn.Parameter, torch.Tensor] = {}
 
     def add(parameter: nn.Parameter) -> None:
@@ -274,19 +278,19 @@ def run_rows(model: nn.Module, rows: Rows, device: torch.device) -> tuple[float,
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-    if rows.position_ids is not None or rows.document_places is not None:
+    if rows.position_ids is not None:
         mask_rows(model, None)
     losses = []
-    for row in range(len(rows.tokens)):
-        tokens, labels, positions, places = (
-            None if tensor is None else tensor[row : row + 1].to(device)
-            for tensor in (rows.tokens, rows.labels, rows.position_ids, rows.document_places)
+    for row, part in ((number, part) for number in range(len(rows.tokens)) for part in rows.documents_of(number)):
+        tokens, labels, positions = (
+            None if tensor is None else tensor[row : row + 1, part].to(device)
+            for tensor in (rows.tokens, rows.labels, rows.position_ids)
         )
         assert labels is not None
-        inputs, where = {}, places if positions is None else positions
-        if where is not None:  # the mask keeps transformers from taking positions that restart for documents
-            inputs = {"position_ids": where, "attention_mask": torch.ones_like(where)}
-        with documents_at(places):
+        inputs = {}
+        if positions is not None:  # the mask keeps transformers from taking positions that restart for documents
+            inputs = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+        with documents_at(None):
             logits = model(input_ids=tokens, use_cache=False, **inputs).logits
         loss = token_loss(logits, labels, num_tokens=rows.num_tokens)
         torch.autograd.backward(loss)

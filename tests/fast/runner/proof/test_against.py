@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen3MoeConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.errors import UserError
@@ -23,6 +23,7 @@ SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 64, "initializer_range": 0.1,
 }  # fmt: skip
 LLAMA = LlamaConfig(**SIZES, tie_word_embeddings=True)
+CONVOLUTION = Lfm2Config(**SIZES, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
 MOE = Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
 HEAD, EMBEDDING, DOWN = "lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"
 ROWS, SEQ_LEN = 4, 24
@@ -198,8 +199,9 @@ def test_mistake_in_one_number_is_named(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout.partition(":")[0]) == (4, "grad_norm")
 
 
-def test_documents_are_kept_apart_and_positions_are_only_positions(tmp_path: Path) -> None:
-    step = Step(tmp_path)
+@pytest.mark.parametrize("config", [LLAMA, CONVOLUTION], ids=["attention", "convolution"])
+def test_documents_are_kept_apart_and_positions_are_only_positions(config: Any, tmp_path: Path) -> None:
+    step = Step(tmp_path, config)
     first = 0
     for length in LENGTHS:
         part = slice(first, first + length)
