@@ -17,6 +17,7 @@ from manifests.schema import AlgorithmOption, OptimizerState, ParameterGroup, St
 from manifests.store import read_small_file
 
 ADAMS = ("AdamW", "Adam")  # whose betas and eps have fields of their own
+LEAST_EPS = 1e-30  # of these: well above the smallest float32, or weights without gradient change by 0/0
 ELEMENTWISE = "elementwise"  # an option that is not the class's: its result for a slice is that of the whole
 PRESETS = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 MOMENTUM = {"SGD": 0.9, "Muon": 0.95}
@@ -148,7 +149,7 @@ def _group(defaults: GroupDefaults, table: Mapping[str, Any], where: str) -> Par
         if not isinstance(betas, list) or len(betas) != 2:
             raise _invalid(f"{where}: betas", "expected two numbers")
         beta1, beta2 = (_number(beta, f"{where}: betas", below=1.0) for beta in betas)
-        eps = _number(options.pop("eps", defaults.eps), f"{where}: eps")
+        eps = _number(options.pop("eps"), f"{where}: eps", LEAST_EPS) if "eps" in options else defaults.eps
     if algorithm in MOMENTUM:
         options.setdefault("momentum", MOMENTUM[algorithm] if defaults.momentum is None else defaults.momentum)
     decay = table.get("weight_decay", 0.0 if "." in algorithm else defaults.weight_decay)
@@ -174,10 +175,10 @@ def _group(defaults: GroupDefaults, table: Mapping[str, Any], where: str) -> Par
     )
 
 
-def _number(value: object, where: str, below: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < below:
+def _number(value: object, where: str, least: float = 0, below: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not least <= value < below:
         limit = "" if below == math.inf else f" and < {below:g}"
-        raise _invalid(where, f"expected a number >= 0{limit}, found {str(value)[:80]!r}")
+        raise _invalid(where, f"expected a number >= {least:g}{limit}, found {str(value)[:80]!r}")
     return float(value)
 
 

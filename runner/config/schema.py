@@ -14,6 +14,7 @@ import click
 from manifests.command import defaults
 from manifests.errors import UsageError
 from manifests.models.training import Recompute, parse_recompute
+from manifests.optimizer_groups import LEAST_EPS
 from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
 from runner.config.declared import DtypeName, Number, WholeNumber, flag, group, nearest_multiples
@@ -22,7 +23,6 @@ from stores.address import is_url
 Dtype = Literal["fp32", "bf16"]
 SYNTHETIC = "synthetic"  # as a data source: random tokens
 DATASETS = "runner.data"  # the entry points of datasets
-_LEAST_EPS = 1e-30  # of AdamW: well above the smallest float32
 _DTYPES = DtypeName(get_args(Dtype))
 _POSITIVE = Number(min=0)
 _BETA = Number(0, 1, max_open=True)
@@ -117,9 +117,9 @@ class OptimOptions:
         for name, rate in (("--lr", self.lr), ("--min-lr", self.min_lr)):
             if rate > LARGEST_RATE:
                 raise UsageError(name, f"expected at most {LARGEST_RATE}, found {rate}", code="options.rate-too-large")
-        if not _LEAST_EPS <= self.eps < math.inf:  # otherwise 0/0 for weights without gradient
+        if not LEAST_EPS <= self.eps < math.inf:
             raise UsageError(
-                "--eps", f"expected a number >= {_LEAST_EPS}, found {self.eps}", code="options.invalid-value"
+                "--eps", f"expected a number >= {LEAST_EPS}, found {self.eps}", code="options.invalid-value"
             )
         for name, beta in (("--beta1", self.beta1), ("--beta2", self.beta2)):
             if not 0 <= beta < 1:

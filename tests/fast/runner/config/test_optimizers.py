@@ -143,6 +143,8 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
         ('[[group]]\nalgorithm = "muon"', "options.optimizer-pattern"),
         ('[[group]]\nalgorithm = "lion"', "options.optimizer-file"),
         ('[[group]]\nalgorithm = "adamw"\nbetas = [0.9, 1.0]', "options.optimizer-file"),
+        ('[[group]]\nalgorithm = "adamw"\neps = 0.0', "options.optimizer-file"),  # 0/0 for weights without gradient
+        ('[[group]]\nalgorithm = "adam"\neps = 1e-46', "options.optimizer-file"),  # 0 in float32
         ('[[group]]\nalgorithm = "adamw"\nweight_decay = "much"', "options.optimizer-file"),
         ('[[groups]]\nalgorithm = "adamw"', "options.optimizer-file"),
         ("[[group]", "options.optimizer-file"),
