@@ -253,7 +253,7 @@ def _plan(
         weight_map=weight_map,
         unchanged=unchanged,
         auxiliary=[item for item in target.auxiliary if _differs(folder / item.path, item)],
-        removed=sorted((names - listed) | gone),
+        removed=[*sorted(names - listed), *sorted(gone)],  # weights first: none stay without their files
         num_changed=len(changed),
     )
 

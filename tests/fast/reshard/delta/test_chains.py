@@ -393,6 +393,24 @@ def test_auxiliary_files_that_a_version_lacks_are_removed_unless_they_are_the_us
     assert {name for name in names[0] ^ names[1] if not name.endswith(".safetensors")} == {"notes.txt"}
 
 
+def test_weights_are_removed_before_files_that_the_new_ones_lack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_states(tmp_path, 2, num_shards=1)
+    (tmp_path / "v1/chat_template.jinja").write_text("old")
+    for name in ("v1", "v2"):
+        reshard.publish_delta(tmp_path / name, tmp_path / "chain")
+    removed, unlink = list[str](), os.unlink
+
+    def unlink_and_note(path: Path) -> None:
+        removed.append(Path(path).name)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_and_note)
+    apply_delta(tmp_path / "chain", tmp_path / "v1")
+    assert removed.index("model.safetensors") < removed.index("chat_template.jinja")
+
+
 def test_auxiliary_files_of_a_version_that_the_chain_has_no_longer_are_removed(tmp_path: Path) -> None:
     write_states(tmp_path, 1)
     shutil.copytree(tmp_path / "v1", tmp_path / "v2")
