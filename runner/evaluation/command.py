@@ -16,6 +16,7 @@ from manifests.command.interpreter import module_command
 from manifests.errors import DataError, RankError, UsageError, UserError
 from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
+from runner.checkpoint.adapter_record import check_launched
 from runner.evaluation.options import PARAMETERS, EvalOptions, eval_options
 from runner.launch.here import launch_here
 from runner.launch.nodes import check_ranks
@@ -54,6 +55,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
     manifest = read.manifest
     check_trainable(manifest.model.architecture, is_described=manifest.model.description is not None)
     packed = open_packed(read)
+    check_launched(packed)
     check_model(packed)
     check_stdout()
     num_ranks = manifest.layout.num_ranks

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from manifests.digest import digest_bytes
 from manifests.errors import UsageError
+from manifests.models.adapters import RECORD_NAME
 from runner.cli import main
 from runner.config.schema import DataOptions
 from runner.evaluation.options import parse_eval
+from tests.builders import edit_manifest
 from tests.fast.trained import write_trained
 
 
@@ -69,6 +73,21 @@ def test_request_that_every_rank_would_refuse_starts_none(
     with pytest.raises(SystemExit):
         run(["eval", packed, *flags], monkeypatch, capsys)
     assert f"[{code}]" in capsys.readouterr().err
+
+
+def test_checkpoint_of_adapters_alone_is_refused_before_any_rank_starts(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, record = tmp_path / "step-000003", json.dumps({"version": 1, "base": {"location": "base-pp2"}, "lora": {}})
+    shutil.copytree(packed, place)
+    (place / RECORD_NAME).write_text(record)
+    entry = {"path": RECORD_NAME, "nbytes": len(record), "digest": digest_bytes(record.encode())}
+    edit_manifest(place, lambda document: document["files"].append(entry))
+    with pytest.raises(SystemExit):
+        run(["eval", place, "--data", "a.txt", "--dry-run"], monkeypatch, capsys)
+    said = capsys.readouterr().err
+    assert "[checkpoint.adapters-alone]" in said
+    assert "base-pp2" in said
 
 
 def test_endless_data_cannot_be_evaluated() -> None:
