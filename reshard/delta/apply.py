@@ -111,15 +111,17 @@ def apply_delta(
     opened = open_versions(chain)
     wanted = opened.version(opened.numbers[-1] if version is None else version)
     number = wanted.number
+    if wanted.files is None:
+        wanted = replace(wanted, files=opened.files(number))
     folder, work = Path(to), Work(Path(to))
     with writing_to(str(folder)), work.locked():
         is_resumed = work.switch()
         began_s = time.monotonic()
         present, before, hashed, published = _present(folder)
         hash_s = time.monotonic() - began_s
-        target, before = _target(opened, number, present, before, work.deltas)
-        if published is None and before in opened.numbers:
-            published = opened.version(before).files
+        target, before = _target(opened, wanted, present, before, work.deltas)
+        if published is None and wanted.files is not None:
+            published = opened.files(before or 0)
         plan = _plan(folder, target, present, number, published or {})
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
@@ -171,9 +173,10 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
 
 
 def _target(
-    chain: Chain, number: int, present: Checkpoint | None, before: int | None, scratch: Path
+    chain: Chain, version: Version, present: Checkpoint | None, before: int | None, scratch: Path
 ) -> tuple[Checkpoint, int | None]:
     """Return a version as it is computed from the folder's, if that is possible, or else from the chain's full one."""
+    number = version.number
     if present is None:
         return open_version(chain, number, scratch=scratch), None
     state = state_digest(present.tensors.values())
@@ -184,10 +187,10 @@ def _target(
         hint = "apply to an empty folder, or to one with the base of the chain"
         raise SourceError(present.location, problem, hint, code="source.other-base")
     if before == number:  # by its weights: other files may be those of another version
-        return replace(present, auxiliary=auxiliary_at(present, chain, [chain.version(number)])), before
+        return replace(present, auxiliary=auxiliary_at(present, chain, [version])), before
     line = chain.line(number, after=before) if before < number else []
     if line and line[0].base == before and line[0].base_state in (None, state):
-        return follow(present, chain, line, scratch=scratch), before
+        return follow(present, chain, [*line[:-1], version], scratch=scratch), before
     return open_version(chain, number, scratch=scratch), before
 
 

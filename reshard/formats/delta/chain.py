@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -133,6 +134,12 @@ class Chain:
         numbers = self.numbers if numbers is None else numbers
         calls = {number: partial(self.version, number) for number in numbers}
         return [read.result() for read in at_once(calls).values()]
+
+    def files(self, number: int) -> Mapping[str, str] | None:
+        """Return the digests of a version's auxiliary files; one of slime's has those of the version before, if any."""
+        with suppress(SourceError):  # versions before are missing
+            return next((version.files for version in reversed(self.line(number)) if version.files is not None), None)
+        return None
 
     def find_file(self, path: str, number: int) -> InputFile | None:
         """Return an auxiliary file as a version has it: from the last one that contains it."""

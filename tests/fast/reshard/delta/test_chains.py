@@ -743,6 +743,21 @@ def test_version_of_slime_has_the_auxiliary_files_of_the_version_before(tmp_path
         assert (tmp_path / name / "generation_config.json").read_text() == new
 
 
+@pytest.mark.parametrize("versions", [(1, 2, 3), (2, 3), (2, 2, 3)])
+def test_auxiliary_files_are_followed_through_versions_of_slime(versions: tuple[int, ...], tmp_path: Path) -> None:
+    states, chain, folder = write_states(tmp_path, 3), tmp_path / "chain", tmp_path / "served"
+    (tmp_path / "v1/chat_template.jinja").write_text("old")
+    reshard.publish_delta(tmp_path / "v1", chain)
+    slime_decoder.publish(chain, 2, *states[:2], "xor", "adler32")
+    reshard.publish_delta(tmp_path / "v3", chain)
+    for number in versions:
+        apply_delta(chain, folder, version=number)
+        assert (folder / "chat_template.jinja").exists() == (number < 3)
+        (folder / "generation_config.json").unlink()  # the next call brings it back
+    assert apply_delta(chain, folder).other_files == ()
+    assert (folder / "generation_config.json").exists()
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_auxiliary_file_that_a_chain_has_lost_is_found(number: int, tmp_path: Path) -> None:
     write_states(tmp_path, 2)
