@@ -85,6 +85,8 @@ class ObstoreClient:
 
     def read(self, entry: ObjectEntry, begin: int, end: int) -> Iterator[memoryview]:
         """Stream the bytes of a range, after an empty piece when the response begins."""
+        if begin == end:  # obstore refuses to ask for nothing
+            return
         where = f"{self.url}/{entry.name}"
         answer = self._get(entry, begin, end)
         with explained(where):

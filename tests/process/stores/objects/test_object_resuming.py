@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from tests.builders import Ended, files_in, llama_config, random_tensors, reshard, weights_path, write_model
 from tests.process.stores.objects.buckets import BUCKET, objects_in, url_of
@@ -40,10 +41,10 @@ def pack(source: Path, out: Path | str, *more: str) -> Ended:
     return reshard("pack", source, "--layout", "pp=4", "--out", out, *more)
 
 
-def sent(moto: MotoServer, name: str) -> list[str]:
+def sent(moto: MotoServer, name: str, suffix: str = ".safetensors") -> list[str]:
     """Give the shards that were sent, in order."""
     requests = moto.requests("PUT", f"/{name}/") + moto.requests("POST", f"/{name}/")
-    return [request.path.partition(f"/{name}/")[2] for request in requests if request.path.endswith(".safetensors")]
+    return [request.path.partition(f"/{name}/")[2] for request in requests if request.path.endswith(suffix)]
 
 
 @pytest.mark.parametrize("force", [(), ("--force",)], ids=["same", "force"])
@@ -117,6 +118,17 @@ def test_export_whose_last_answer_is_lost_has_not_lost_what_is_resumed_from(moto
     assert reshard("export", packed, "--to", "hf", "--out", url_of("last-answer")).code == 3
     moto.fail()
     assert {LOCK_NAME, PROGRESS_NAME}.isdisjoint(objects_in(moto, "last-answer"))
+
+
+def test_export_of_files_without_headers_is_resumed(moto: MotoServer, packed: Path) -> None:
+    export = ("export", packed, "--to", "dcp", "--out", url_of("headless"))
+    moto.fail(Fault(method="PUT", address=METADATA_NAME, what="status", status=403, times=99))
+    assert reshard(*export, "--json").json["error"]["code"] == "store.denied"
+    moto.fail()
+    before = sent(moto, "headless", DATA_SUFFIX)
+    assert before
+    assert reshard(*export).code == 0
+    assert sent(moto, "headless", DATA_SUFFIX) == before
 
 
 def test_object_that_others_wrote_over_is_sent_again(moto: MotoServer, source: Path, packed: Path) -> None:
