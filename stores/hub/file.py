@@ -100,6 +100,8 @@ class HubFile:
         )
 
     def _attempt(self, wanted: _Wanted, stop: threading.Event) -> None:
+        if wanted.begin == wanted.end:  # all has arrived, though the attempt before failed
+            return
         with self.streams.slot(stop) as stream:
             self._ask(wanted, stop, stream)
 

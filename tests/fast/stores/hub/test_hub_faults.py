@@ -307,6 +307,14 @@ def test_server_that_sends_a_byte_now_and_then_is_given_up(
     assert error.code == "store.too-slow"
 
 
+def test_last_bytes_that_come_too_slowly_are_taken(hub: Hub, folder: HubFolder) -> None:
+    """Nothing is left to ask for then, and a server refuses a range of nothing."""
+    hub.fail("/cdn/", drip_s=0.05)
+    file = folder.files[WEIGHTS]
+    slow = replace(folder, files={WEIGHTS: replace(file, retries=replace(QUICK, window_s=0.04))})
+    assert read_range(slow, 100, 102) == DATA[100:102]
+
+
 def test_wait_that_is_no_number_of_seconds_is_not_said_to_be_infinite(hub: Hub, folder: HubFolder) -> None:
     hub.fail("/cdn/", status=429, headers={"Retry-After": "9" * 400})
     error = refusal(lambda: read_range(folder, 0, 9))
