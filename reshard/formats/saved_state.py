@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from manifests.digest import digest_bytes
 from manifests.errors import Parameter, UsageError
 from reshard.archives.names import DATA_SUFFIX
 from reshard.archives.saved import (
@@ -113,9 +114,8 @@ class SavedState:
 
     def _write(self, data: bytes) -> _At:
         if data not in self._written:
-            item = TensorAt(
-                f"value {len(self._written)}", "U8", (len(data),), MemoryFile("a value", data), 0, len(data)
-            )
+            file = MemoryFile("a value", data, digest_bytes(data))  # a journal of other values is not resumed
+            item = TensorAt(f"value {len(self._written)}", "U8", (len(data),), file, 0, len(data))
             self._written[data] = self.files.add(item)
         return self._written[data]
 

@@ -17,6 +17,7 @@ from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
+from reshard.formats.saved_state import SavedState
 from reshard.formats.table import ExportOptions
 from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import lay_out_shard
@@ -121,3 +122,16 @@ def test_the_key_of_a_plan_is_that_of_earlier_versions() -> None:
     tensor = TensorAt("x", "U8", (4,), MemoryFile("source", bytes(4)), 0, 4)
     key = plan_key([lay_out_shard("a", [tensor]), lay_out_shard("b", [])])
     assert key == "40fa328e240892caa6a2dc093b4aee3a940c6b42b555010fcffe7f7923f91d12"
+
+
+def test_plans_of_other_values_have_other_keys() -> None:
+    """Those of as many bytes, too, such as other learning rates or step counts."""
+
+    def key_of(step: int, value: object) -> str:
+        state = SavedState()
+        state.add_step(("optimizer.state.x.step",), step)
+        state.add_value(("optimizer.param_groups.x.lr",), value)
+        return plan_key(state.files.shards)
+
+    assert len({key_of(7, 0.1), key_of(8, 0.1), key_of(7, 0.2)}) == 3
+    assert key_of(7, 0.1) == key_of(7, 0.1)
