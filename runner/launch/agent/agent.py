@@ -12,10 +12,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from manifests.command.console import open_streams, print_error
@@ -76,13 +77,15 @@ def _run(reports_dir: Path) -> int:
         module = import_worker(sys.argv[worker], sys.argv[worker + 1 :])
     from torch.distributed import DistError
     from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing import api as processes
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports instead
     set_log_level(FATAL)
+    handle = _at_most_twice(processes._terminate_process_handler)
+    processes._terminate_process_handler = handle  # type: ignore[assignment]  # named arguments
     if module is not None:
         fork_ranks(module)
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
@@ -97,7 +100,7 @@ def _run(reports_dir: Path) -> int:
     except ChildFailedError as error:
         _finish()
         return _end(error.failures, log_dir, begun)
-    except SignalException as error:
+    except processes.SignalException as error:
         _finish()
         return _stop(int(error.sigval), read_reports(reports_dir), options, begun)
     except DistError as error:
@@ -109,8 +112,20 @@ def _run(reports_dir: Path) -> int:
         return failed.code
 
 
+def _at_most_twice(stop: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
+    """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save."""
+    counted = itertools.count(1)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if next(counted) == 2:
+            _finish()
+        stop(number, frame)
+
+    return handle
+
+
 def _finish() -> None:
-    """Ignore further signals: no rank is left, and the cause is about to be reported."""
+    """Ignore further signals: ranks were asked to stop twice, or none is left."""
     for number in _HANDLED:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,0 +1,55 @@
+"""Signals that reach the agent of a node while its ranks save."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+# What `runner launch` tells the agent about signals.
+HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--shutdown-timeout", "60")
+SAVES = """
+import pathlib, signal, sys, threading, time
+
+def main():
+    folder, asked = pathlib.Path(sys.argv[1]), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: asked.set())
+    (folder / "began").touch()
+    while not asked.wait(0.1):
+        pass
+    end_s = time.monotonic() + 6
+    while time.monotonic() < end_s:
+        time.sleep(0.1)
+    (folder / "saved").touch()
+"""
+
+
+def agent(worker: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start the agent with one rank, which runs this code; what they say goes to a file."""
+    (folder / "worker.py").write_text(worker)
+    words = ("--standalone", "--nproc-per-node", "1", *HANDLED, "-m", "worker", str(folder))
+    with open(folder / "said", "wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words],
+            env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, stderr=said,
+        )  # fmt: skip
+
+
+def test_agent_that_is_asked_to_stop_many_times_waits_until_its_rank_has_saved(tmp_path: Path) -> None:
+    with agent(SAVES, tmp_path) as process:
+        deadline_s = time.monotonic() + 60
+        while not (tmp_path / "began").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
+        for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            process.send_signal(number)
+            time.sleep(0.5)
+        assert process.wait(timeout=60) == 130
+        assert (tmp_path / "saved").exists()
+    assert (tmp_path / "said").read_text() == "interrupted by SIGTERM\n"
