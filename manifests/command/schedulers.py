@@ -27,8 +27,10 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
     where = command[0]
     try:
         done = subprocess.run(
-            command, input=standard_input, capture_output=True, text=True, timeout=limit_s, env=safe_environment()
-        )  # a job gets the environment of sbatch
+            command, input=standard_input, capture_output=True, text=True, timeout=limit_s,
+            errors="surrogateescape",  # names of files need not be UTF-8
+            env=safe_environment(),  # a job gets the environment of sbatch
+        )  # fmt: skip
     except FileNotFoundError as error:
         hint = "run this on a login node, where Slurm's commands are installed"
         raise InputError(where, "not found on this machine", hint, code="system.missing-program") from error

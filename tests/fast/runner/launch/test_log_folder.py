@@ -200,3 +200,11 @@ def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
     assert {output, "--account=a b", "--time=30", "--comment=c d", "-C", "gpu"} < {*told}
     assert read_job_record(log).output == f"{log}/slurm-8.out"
     assert script == launch(packed, log, *flags, "--dry-run").stdout
+
+
+def test_names_that_are_not_utf_8_reach_the_script_as_they_are(place: Path, packed: Path) -> None:
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES")
+    put_program(place, "sbatch", f'while read -r line; do echo "$line"; done > {place}/script; echo 8')
+    done = launch(packed, place / "log", "--env", os.fsdecode(b"CORPUS=/data/caf\xe9"))
+    assert done.exception is None, done.exception
+    assert b"\nexport CORPUS='/data/caf\xe9'\n" in (place / "script").read_bytes()
