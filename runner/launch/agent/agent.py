@@ -96,6 +96,7 @@ def _run(reports_dir: Path) -> int:
     try:
         with waiting():
             torchrun.main(sys.argv[1:])
+        _finish()
         return 0
     except ChildFailedError as error:
         _finish()

@@ -1,4 +1,4 @@
-"""Signals that reach the agent of a node while its ranks save."""
+"""Signals that reach the agent of a node while its ranks save, or after they have ended."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def main():
         time.sleep(0.1)
     (folder / "saved").touch()
 """
+ENDS = """
+import os, signal, tempfile
+
+if "RANK" not in os.environ:  # the agent, which clears up
+    cleanup = tempfile.TemporaryDirectory.cleanup
+    tempfile.TemporaryDirectory.cleanup = lambda folder: (os.kill(os.getpid(), signal.SIGTERM), cleanup(folder))
+
+def main():
+    pass
+"""
 
 
 def agent(worker: str, folder: Path) -> subprocess.Popen[bytes]:
@@ -53,3 +63,9 @@ def test_agent_that_is_asked_to_stop_many_times_waits_until_its_rank_has_saved(t
         assert process.wait(timeout=60) == 130
         assert (tmp_path / "saved").exists()
     assert (tmp_path / "said").read_text() == "interrupted by SIGTERM\n"
+
+
+def test_signal_after_all_ranks_have_ended_well_is_no_failure(tmp_path: Path) -> None:
+    with agent(ENDS, tmp_path) as process:
+        assert process.wait(timeout=60) == 0
+    assert (tmp_path / "said").read_text() == ""
