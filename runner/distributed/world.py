@@ -40,6 +40,12 @@ class World:
         return cls(rank=rank, local_rank=local_rank, size=size, local_size=local_size)
 
 
+def num_threads(environment: Mapping[str, str]) -> int:
+    """Return the threads of OMP_NUM_THREADS, of a list the first; 1 where it has none, as OpenMP ignores others."""
+    first = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(1, int(first)) if first.isdecimal() else 1
+
+
 def device_of(world: World, device: Device) -> torch.device:
     """Return the device that this rank trains on."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
@@ -59,7 +65,7 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
 
     NCCL refuses ranks that share a GPU (`shares_gpu`): they use gloo, through host memory.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(num_threads(os.environ))
     backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)

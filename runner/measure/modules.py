@@ -24,7 +24,7 @@ from runner.bundle.packed import Packed
 from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.distributed.fail_together import exhausted
-from runner.distributed.world import World, device_of
+from runner.distributed.world import World, device_of, num_threads
 from runner.measure.after_run import measure_fixed_share
 from runner.models import Family, family_of
 from runner.models.family import row_inputs_of
@@ -59,7 +59,7 @@ def measure_modules(
 
     Of modules that only one stage can have together, the first has the time of all.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # this and the next line as a rank does
+    torch.set_num_threads(num_threads(os.environ))  # this and the next line as a rank does
     compact_heap(is_sharded=False)
     device = device_of(World(rank=0, local_rank=0, size=1), setting.device)
     family = family_of(packed, setting.seq_len)
