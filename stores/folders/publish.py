@@ -243,6 +243,7 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
             _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
         if not os.path.lexists(partial / RECORD_NAME):
             with suppress(OSError):  # as in `remove_replaced`
+                partial.chmod(0o700 | partial.stat().st_mode)
                 write_record(partial, files)
                 files = {*files, RECORD_NAME}
         remove_replaced(partial, files)
@@ -265,12 +266,12 @@ def _removed(path: Path) -> Iterator[None]:
 
 
 def _take_after(out: Path, partial: Path) -> None:
-    """Copy owner and mode of the folder that is replaced, as far as permitted."""
+    """Copy owner and mode of the folder that is replaced, as far as permitted; the record is yet to be removed."""
     replaced = out.stat()
     with suppress(OSError):
         os.chown(partial, replaced.st_uid, replaced.st_gid)
     with suppress(OSError):
-        os.chmod(partial, replaced.st_mode & 0o7777)
+        os.chmod(partial, replaced.st_mode & 0o7777 | 0o700)
 
 
 def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folder: Path) -> None:

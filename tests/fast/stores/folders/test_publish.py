@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -85,6 +86,24 @@ def test_force_replaces_the_old_folder(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["out"]
     assert names_in(out) == ["below", "ours"]
     assert (out / "below" / "file").read_text() == "new"
+
+
+def test_force_replaces_a_folder_that_its_owner_may_not_write_to() -> None:
+    """As somebody else than root, who may write anywhere."""
+    user = os.geteuid() or 65534
+    with TemporaryDirectory() as place:
+        out = Path(place, "out")
+        publish(out, "old")
+        out.chmod(0o555)
+        for path in (Path(place), *Path(place).rglob("*")):
+            os.chown(path, user, -1)
+        os.seteuid(user)
+        try:
+            publish(out, "new", force=True)
+        finally:
+            os.seteuid(os.getuid())
+        assert names_in(Path(place)) == ["out"]
+        assert files_in(out) == {"ours": b"new", "below/file": b"new"}
 
 
 @pytest.mark.parametrize("name", ["notes.txt", ".journal"])
