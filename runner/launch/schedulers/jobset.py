@@ -45,6 +45,18 @@ _MISTAKEN = {"action": "FailJob", "onExitCodes": {"containerName": _CONTAINER, "
 _ENDS = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
 _INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 _GPU = "nvidia.com/gpu"
+_LIKE_NUMBER = re.compile(r"[-+]?\.?\d.*|[yYnN]")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that kubectl would read as numbers, although YAML 1.1 does not, such as 1e-3, 08 and y."""
+
+    def represent_str(self, text: str) -> yaml.ScalarNode:
+        style = "'" if _LIKE_NUMBER.fullmatch(text) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
 
 
 def render(job: Job) -> str:
@@ -60,7 +72,7 @@ def render(job: Job) -> str:
             "replicatedJobs": [{"name": "node", "replicas": 1, "template": {"spec": _indexed_job(job)}}],
         },
     }
-    return yaml.safe_dump(document, sort_keys=False, width=1000)
+    return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
 def submit(job: Job) -> JobRecord:

@@ -89,3 +89,13 @@ def test_logs_without_kubectl_or_without_pods_are_a_sentence(cluster: Kubernetes
     done = runner("logs", log, PATH=str(tmp_path))
     assert done.returncode == 3
     assert done.stderr.startswith("error: kubectl: ")
+
+
+def test_values_like_numbers_reach_pods_as_texts(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
+    values = ["1e-3", "08", "0o17", "-2E5", "1.5e3", "y", "N", "3"]
+    flags = [word for number, value in enumerate(values) for word in ("--env", f"V{number}={value}")]
+    code, _, problems = launch(packed, tmp_path / "log", *flags)
+    assert code == 0, problems
+    (nodes,) = cluster.jobsets["tiny"]["spec"]["replicatedJobs"]
+    (container,) = nodes["template"]["spec"]["template"]["spec"]["containers"]
+    assert [variable.get("value") for variable in container["env"][-len(values) :]] == values
