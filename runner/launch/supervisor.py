@@ -61,6 +61,7 @@ def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> lis
     script = 'export PET_NODE_RANK="$SLURM_NODEID"; exec "$@"'
     return [
         "srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--wait=20",
+        "--export=ALL",  # also where sbatch has another --export, which sets srun's default
         *extra, "bash", "-c", script, "bash", *agent,
     ]  # fmt: skip
 

@@ -110,6 +110,12 @@ def test_job_that_loses_a_rank_each_time_ends_once_its_restarts_are_used_up(tmp_
     assert f"error: {ended.state['error']}\n" in ended.said
 
 
+def test_ranks_get_the_scripts_environment_where_a_site_submits_jobs_without_one(tmp_path: Path) -> None:
+    """Source: sbatch(1), --export: it sets SLURM_EXPORT_ENV, and without a flag of its own srun exports that."""
+    does = 'case " $* " in *" --export=ALL "*) exit 0;; esac; [ "$SLURM_EXPORT_ENV" != NONE ]'
+    assert supervise(tmp_path, does, environment={"SLURM_EXPORT_ENV": "NONE"}).code == 0
+
+
 def test_restart_that_leaves_no_newer_checkpoint_is_the_last_one(tmp_path: Path) -> None:
     ended = supervise(tmp_path, f"[ $attempt = 1 ] && {{{{ {SAVES} }}}}; {LOSES}", "--restarts", "5")
     assert (ended.code, len(ended.attempts)) == (LOST, 2)
