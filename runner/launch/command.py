@@ -321,8 +321,12 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
     with claim_log_dir(job.log_dir), deferred():  # a submitted job is always on record
         run.begin()
         record = cluster.submit(job)
-        clear_state(job.log_dir)  # of the job before
-        write_job_record(job.log_dir, record)
+        try:
+            clear_state(job.log_dir)  # of the job before
+            write_job_record(job.log_dir, record)
+        except BaseException:  # the next launch would not know of it
+            cluster.cancel(record, is_forced=False)
+            raise
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:
         sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))

@@ -208,3 +208,13 @@ def test_names_that_are_not_utf_8_reach_the_script_as_they_are(place: Path, pack
     done = launch(packed, place / "log", "--env", os.fsdecode(b"CORPUS=/data/caf\xe9"))
     assert done.exception is None, done.exception
     assert b"\nexport CORPUS='/data/caf\xe9'\n" in (place / "script").read_bytes()
+
+
+def test_job_that_cannot_be_recorded_is_cancelled(place: Path, packed: Path) -> None:
+    put_program(place, "scontrol", "echo JobId=8 JobState=PENDING PartitionName=main Default=YES")
+    put_program(place, "sbatch", f"/bin/mkdir {place}/log/job.json; echo 8")
+    put_program(place, "scancel", f'echo "$@" > {place}/cancelled')
+    error = launch(packed, place / "log").exception
+    assert isinstance(error, UserError)
+    assert error.code == "output.unwritable"
+    assert (place / "cancelled").read_text() == "8\n"
