@@ -48,6 +48,8 @@ def launch_here(
             ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
             click.echo(f"starting {ranks}" + (f"; log in {run.path}" if run is not None else ""), err=True)
         sys.stdout.flush()
+        # torchrun takes flags that are not given from PET_*, which Kubeflow sets in the pods of its own jobs.
+        environment = {name: value for name, value in safe_environment().items() if not name.startswith("PET_")}
         # The process stays. torch and others read their own files in the encoding of the locale.
-        environment = {**safe_environment(), AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
+        environment |= {AGENT: str(os.getpid()), "PYTHONUTF8": "1"}
         os.execve(sys.executable, command, environment)
