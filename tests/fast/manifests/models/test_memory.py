@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from manifests.models import ModelShape, is_expert, model_shape
 from manifests.models.memory import Memory, MemoryEstimate, estimate_memory, memory_of
@@ -121,14 +118,6 @@ def kept_by_attention(config: dict[str, Any], training: Training, *, is_masked: 
         output = attention(layer, *inputs, mask, dropout=0.0, scaling=layer.scaling)[0]
         torch.nn.functional.linear(output.reshape(batch, length, -1), layer.o_proj.weight)
     return sum(kept.values())
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """Ranks whose collectives return at once, with anything."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("two_ranks")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
@@ -254,14 +251,6 @@ def test_gradients_in_bfloat16_are_those_of_from_pretrained(name: str, tmp_path:
         assert (gradients[fqn] is None) == (gradient is None), fqn
         assert gradient is None or torch.equal(gradients[fqn], gradient), fqn
     assert any(gradient is not None and gradient.dtype == torch.float32 for gradient in expected.values())
-
-
-@pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """Ranks whose collectives return at once, with anything."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("two_ranks")
