@@ -60,6 +60,7 @@ from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
+_OF_REQUEST = ("launch.", "options.", "output.", "resume.")  # codes of errors of flags, or of a node's cache
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,7 +140,10 @@ class Ready:
 def begin(
     launched: Packed, origins: Sequence[Origin], options: TrainOptions, world: World, device: torch.device
 ) -> Ready:
-    """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks."""
+    """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks.
+
+    An older one is for a damaged checkpoint alone: it loses steps, and what is saved then replaces newer ones.
+    """
     with raise_on_all_ranks("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
@@ -149,10 +153,10 @@ def begin(
     for origin in origins:
         try:
             return _begin(launched, origin, options, mesh, world, device)
-        except UnreachableError:  # an older checkpoint would lose steps: this one may be readable at the next attempt
+        except UnreachableError:  # this one may be readable at the next attempt
             raise
         except InputError as error:
-            if error.code in OF_COMBINATION:  # whatever it starts from
+            if error.code in OF_COMBINATION or error.code.startswith(_OF_REQUEST):
                 raise
             first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
             if world.rank == 0 and len(origins) > 1:
@@ -175,7 +179,7 @@ def _begin(
             save_context = save_context.with_contents()
         check_launched(launched)
         check_adapters(origin, options, training)
-        check_state_of_all(origin, options, training)
+        start = replace(start, notes=(*start.notes, *check_state_of_all(origin, options, training)))
         steps = {} if training is None else differing_steps(origin)
         # From which weights are read that have no adapters.
         base = launched if has_adapters(origin.manifest) else origin

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,19 +98,31 @@ def resumed_state(origin: Packed, resume: ResumeOptions, *, is_launched: bool) -
     return training
 
 
-def check_state_of_all(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
-    """Check that a checkpoint whose run froze parameters has the optimizer state of all that this run trains."""
-    recorded = file_digest(origin.manifest, TRAINED_NAME)
-    if recorded is None or training is None or training.optimizer is None or not kinds_of(training.optimizer):
-        return
-    path = origin.root / TRAINED_NAME
-    before = decode_trained(read_small_file(path, recorded), str(path))
-    trains = trained_by(options, origin.shape.ties)
-    lacking = [fqn for fqn in origin.shape.trained if fqn not in before and (trains is None or trains(fqn))]
-    if lacking:
-        problem = f"has no optimizer state of {lacking[0]}: its run froze it"
+def check_state_of_all(origin: Packed, options: TrainOptions, training: TrainingState | None) -> tuple[str, ...]:
+    """Check that a checkpoint whose run froze parameters has the optimizer state of all that this run trains.
+
+    Returns notes on parameters that were frozen, whose optimizer has no state, and on averages that are not kept.
+    """
+    if training is None or training.optimizer is None or options.lora is not None:
+        return ()
+    path, recorded = origin.root / TRAINED_NAME, file_digest(origin.manifest, TRAINED_NAME)
+    before: Collection[str] = origin.shape.trained
+    if recorded is not None:
+        before = decode_trained(read_small_file(path, recorded), str(path))
+    trains = trained_by(options, origin.shape.ties) or (lambda fqn: True)
+    added = [fqn for fqn in origin.shape.trained if fqn not in before and trains(fqn)]
+    frozen = [fqn for fqn in origin.shape.trained if fqn in before and not trains(fqn)]
+    notes = []
+    if added and kinds_of(training.optimizer):
+        problem = f"has no optimizer state of {added[0]}: its run froze it"
         hint = f"repeat its --train-only flags; {_WEIGHTS_ONLY}"
         raise CheckpointError(origin.where, problem, hint, code="resume.no-optimizer-state")
+    if added:
+        notes.append(f"training {_some(added)}, that were frozen; repeat the --train-only flags to keep them frozen")
+    if frozen and training.optimizer.ema and options.optim.ema:
+        export = f"reshard export {origin.root} --to hf --weights ema --out DIR"
+        notes.append(f"the average of {_some(frozen)}, is not kept: they are frozen now; {export} writes it")
+    return tuple(notes)
 
 
 def differing_steps(origin: Packed) -> dict[str, int]:
@@ -262,6 +274,10 @@ def _descends_from(newest: Path, origin: ReadManifest) -> bool:
     """Whether `origin` is the newest checkpoint, a copy of it, or descends from it: resharded, or trained further."""
     digest = digest_bytes(read_small_file(newest / MANIFEST_NAME))
     return digest in {origin.digest, *(parent.digest for parent in origin.manifest.parents)}
+
+
+def _some(fqns: Sequence[str]) -> str:
+    return f"{len(fqns)} tensors, such as {fqns[0]}"
 
 
 def _check_state(training: TrainingState | None, where: str) -> None:

@@ -1,15 +1,17 @@
-"""A rank reads its weights while the self-check runs, and no longer if that fails."""
+"""A rank reads its weights while the self-check runs, and no longer if that fails; what it starts from instead."""
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from manifests.errors import ModelError
+from manifests.errors import ModelError, OutputError
 from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
@@ -34,10 +36,10 @@ def packed(tmp_path: Path) -> Path:
     return pack(tmp_path / "model", tmp_path / "packed", "pp=1")
 
 
-def start(packed: Path) -> Ready:
-    options = parse_training(["--data", "synthetic", "--log-dir", str(packed.parent / "log")])
-    world = World(rank=0, local_rank=0, size=1)
-    return begin(open_packed(open_manifest(packed)), (Origin(folder=packed),), options, world, torch.device("cpu"))
+def start(packed: Path, *older: Path, flags: tuple[str, ...] = ()) -> Ready:
+    options = parse_training(["--data", "synthetic", "--log-dir", str(packed.parent / "log"), *flags])
+    origins, world = tuple(map(Origin, (packed, *older))), World(rank=0, local_rank=0, size=1)
+    return begin(open_packed(open_manifest(packed)), origins, options, world, torch.device("cpu"))
 
 
 def test_weights_are_read_while_the_self_check_runs(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +83,15 @@ def test_reading_that_is_stopped_reads_nothing_more(packed: Path) -> None:
     stop.set()
     read_all(plan_reads(whole_pieces(empty), opened.bundles, opened.shape), Reading(stop=stop))
     assert not any(tensor.any() for tensor in empty.values())
+
+
+def test_node_without_room_for_the_newest_checkpoint_does_not_start_from_an_older_one(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
+    flags = ("--stage-to-local", str(packed.with_name("cache")), "--no-self-check")
+    start(packed, flags=flags)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(OutputError) as error:
+        start(newest, packed, flags=flags)
+    assert error.value.code == "output.disk-full"

@@ -1,0 +1,62 @@
+"""A run that is resumed with other flags says what differs, and takes no newer checkpoint away."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from runner.checkpoint.history import checkpoint_path
+from tests.builders import files_in, pack
+from tests.fast.runner.tiny import save_model
+from tests.process.runner.training_jobs import job, run_jobs, said
+
+SIZES = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4)
+ONLY, AUTO = ("--train-only", r"layers\.0\."), ("--resume", "auto")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("flags")
+    save_model(place / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=80)
+    packed = pack(place / "model", place / "packed", "pp=1")
+
+    def run(name: str, log: str, *flags: object) -> dict[str, object]:
+        return job(packed, place / log, *SIZES, *flags, "--checkpoint", place / name)
+
+    jobs = [
+        run("averaged", "all", "--ema", 0.9, "--steps", 4, "--checkpoint-every", 2),
+        run("averaged", "narrowed", *ONLY, "--steps", 6, *AUTO),
+        run("plain", "frozen", "--optimizer", "sgd", "--momentum", 0, *ONLY, "--steps", 2),
+        run("plain", "unfrozen", "--steps", 3, *AUTO),
+    ]
+    run_jobs(1, jobs)
+    shutil.copytree(place / "averaged", place / "before")
+    run_jobs(1, [run("averaged", "widened", "--steps", 8, *AUTO)])
+    return place
+
+
+def test_checkpoint_that_other_flags_do_not_fit_is_not_passed_over_for_an_older_one(place: Path) -> None:
+    newest = checkpoint_path(place / "averaged", 6)
+    assert said(place / "widened") == f"error: resume.no-optimizer-state at rank 0: {newest}/manifest.json\n"
+    assert files_in(place / "averaged") == files_in(place / "before")
+
+
+def test_averages_that_a_narrower_run_does_not_keep_are_named(place: Path) -> None:
+    (note,) = (line for line in said(place / "narrowed").splitlines() if line.startswith("note: the average"))
+    assert note.startswith("note: the average of 3 tensors, such as model.embed_tokens.weight, is not kept")
+    assert f"reshard export {checkpoint_path(place / 'averaged', 4)} --to hf --weights ema" in note
+
+
+def test_parameters_that_were_frozen_and_need_no_optimizer_state_are_named(place: Path) -> None:
+    (note,) = (line for line in said(place / "unfrozen").splitlines() if "frozen" in line)
+    assert note.startswith("note: training 3 tensors, such as model.embed_tokens.weight, that were frozen")
+    assert not any("frozen" in line for line in said(place / "frozen").splitlines())
+
+
+def test_traces_of_more_ranks_before_are_not_left_beside_new_ones(place: Path) -> None:
+    assert [path.name for path in (place / "traced-log" / "trace").iterdir()] == ["rank-00000.json"]
+    traces = read_run(place / "traced-log").traces
+    assert traces is not None
+    assert [step.step for step in traces.steps] == [3, 4]
