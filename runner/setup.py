@@ -150,9 +150,11 @@ def begin(
     if world.rank == 0 and options.checkpoint is not None and mesh.num_writers > 1:
         logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
     first: InputError | None = None
-    for origin in origins:
+    for number, origin in enumerate(origins, 1):
         try:
-            return _begin(launched, origin, options, mesh, world, device)
+            ready = _begin(launched, origin, options, mesh, world, device)
+            ready.deferred.older = tuple(other.folder for other in origins[number:])
+            return ready
         except UnreachableError:  # this one may be readable at the next attempt
             raise
         except InputError as error:

@@ -147,7 +147,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
     """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
     options, saving, publishing = ready.options, StallTimer(), StallTimer()
     with (
-        _watchdog(ready, world, (saving, publishing)) as watchdog,
+        _watchdog(ready, world, (saving, publishing, ready.deferred.timer)) as watchdog,
         _publisher(ready, publishing) as publisher,
         _saver(ready, saving) as saver,
     ):

@@ -83,8 +83,8 @@ class StallTimer:
 class Watchdog:
     """Watches over one rank while the context is entered, by its main thread.
 
-    With `can_stop`, signals set `is_asked_to_stop` instead of ending the process. A rank that waits for its checkpoint
-    exits when one of `saving` has made no progress for `save_timeout_s`.
+    With `can_stop`, signals set `is_asked_to_stop` instead of ending the process. A rank that waits for its checkpoint,
+    or until what it loaded is verified, exits when one of `saving` has made no progress for `save_timeout_s`.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Watchdog:
             if self._phase != "train":
                 stalled_s = max((timer.stalled_s for timer in self._saving), default=0.0)
                 if stalled_s > self._save_timeout_s:
-                    why = f"what it saves has made no progress for {stalled_s:.0f} s: a disk or bucket does not answer"
+                    why = f"no progress in saving or verifying for {stalled_s:.0f} s: a disk or bucket does not answer"
                     self._end(why, kind="failed", error_code="checkpoint.stalled")
                 continue
             grace_s = self.grace_s

@@ -15,12 +15,14 @@ import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
-from manifests.errors import InputError, UserError
+from manifests.errors import InputError, UnreachableError, UserError
 from runner.distributed.rounds import in_rounds, run_beside_training
+from runner.distributed.watchdog import StallTimer
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
 from runner.rundir.exit_report import rank_label
@@ -43,6 +45,8 @@ class DeferredVerification:
         self._is_finished, self._ended = not is_needed, threading.Event()
         self._is_awaited = threading.Event()
         self._running: Future[None] | None = None
+        self.timer = StallTimer()
+        self.older: Sequence[Path] = ()  # checkpoints that the run could resume from instead, the newest first
 
     def __enter__(self) -> DeferredVerification:
         return self
@@ -75,10 +79,12 @@ class DeferredVerification:
         self._is_awaited.set()
         try:
             in_rounds("load", self._wait)
-        except InputError:
-            if self._cache is not None:
-                self._cache.repair()
-            raise
+        except InputError as error:
+            is_repaired = self._cache is not None and self._cache.repair()
+            if is_repaired or not self.older or isinstance(error, UnreachableError):
+                raise
+            hint = f"--digests foreground with --resume auto resumes from an older checkpoint: {self.older[0]}"
+            raise error.changed(hint=f"{error.hint}; {hint}") from error
         self._is_finished = True
         nbytes = sum(tensor.at.nbytes for tensor in self._tensors)
         logger.info(
@@ -97,11 +103,13 @@ class DeferredVerification:
             raise
 
     def _verify(self) -> Generator[None, None, None]:
-        for tensor in self._tensors:
-            for _ in verify_whole(tensor):
-                if self._ended.is_set():
-                    raise CancelledError
-                yield
+        with self.timer.working():
+            for tensor in self._tensors:
+                for _ in verify_whole(tensor):
+                    if self._ended.is_set():
+                        raise CancelledError
+                    yield
+                    self.timer.beat()
 
     def _wait(self, stop: threading.Event) -> None:
         assert self._running is not None, "it was started"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +73,18 @@ def test_a_checkpoint_waits_for_the_thread_and_gets_what_it_found(damaged: HeldB
         assert (error.value.code, error.value.exit_code) == ("shard.digest-mismatch", 3)
         assert error.value.where.endswith(f"{damaged}: 'w'")
         assert deferred.has_failed
+
+
+def test_a_disk_that_does_not_answer_is_seen_for_as_long_as_something_is_verified(damaged: HeldBack) -> None:
+    with deferred_of(tensor_in(damaged, damaged.path.read_bytes())) as deferred:
+        assert deferred.timer.stalled_s == 0
+        deferred.start()
+        deadline_s = time.monotonic() + 10
+        while not deferred.timer.stalled_s:
+            assert time.monotonic() < deadline_s
+        damaged.released.set()
+        deferred.finish()
+        assert deferred.timer.stalled_s == 0
 
 
 def test_what_is_whole_is_verified_once(damaged: HeldBack) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from runner.checkpoint.history import checkpoint_path
-from tests.builders import files_in, pack
+from tests.builders import files_in, flip, pack
 from tests.fast.runner.tiny import save_model
-from tests.process.runner.training_jobs import job, run_jobs, said
+from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
+from tests.process.torchrun import started
 
 SIZES = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4)
 ONLY, AUTO = ("--train-only", r"layers\.0\."), ("--resume", "auto")
@@ -55,8 +57,22 @@ def test_parameters_that_were_frozen_and_need_no_optimizer_state_are_named(place
     assert not any("frozen" in line for line in said(place / "frozen").splitlines())
 
 
-def test_traces_of_more_ranks_before_are_not_left_beside_new_ones(place: Path) -> None:
-    assert [path.name for path in (place / "traced-log" / "trace").iterdir()] == ["rank-00000.json"]
-    traces = read_run(place / "traced-log").traces
-    assert traces is not None
-    assert [step.step for step in traces.steps] == [3, 4]
+def test_damage_found_in_the_background_names_the_checkpoint_before_and_how_to_resume_from_it(place: Path) -> None:
+    history = shutil.copytree(place / "averaged", place / "damaged")
+    newest, older = checkpoint_path(history, 4), checkpoint_path(history, 2)
+    shutil.rmtree(checkpoint_path(history, 6))
+    flip(newest / "stage-000/exp_avg/model.safetensors", -9, 4)
+    words = ("--steps", "5", *AUTO, "--checkpoint", history, "--log-dir", place / "damaged-log", "--no-self-check")
+    flags = (*map(str, SIZES), *words, "--digests", "background")
+    with started(1, "../../runner/train.py", place / "packed/manifest.json", *flags) as (rank,):
+        code, printed = rank.wait(60), rank.said
+    assert code == 3, printed
+    assert "[shard.digest-mismatch]" in printed
+    (hint,) = (line for line in printed.splitlines() if line.startswith("hint: "))
+    assert hint.endswith(f"; --digests foreground with --resume auto resumes from an older checkpoint: {older}")
+    assert sorted(path.name for path in history.glob("step-*")) == [older.name, newest.name]
+    foreground = job(place / "packed", place / "foreground", *SIZES, "--steps", 5, *AUTO, "--checkpoint", history)
+    run_jobs(1, [foreground])
+    assert f"resuming from {older} at step 2 " in said(place / "foreground")
+    assert [line["step"] for line in lines_of(place / "foreground") if "loss" in line] == [3, 4, 5]
+    assert json.loads((checkpoint_path(history, 5) / "manifest.json").read_text())["training"]["step"] == 5
