@@ -31,7 +31,7 @@ from runner.metrics.metrics import Metrics, StepTimes
 from runner.pipeline.heads import of_evaluation
 from runner.preflight.combinations import part_of, schedule_of, share_of
 from runner.preflight.preflight import is_less_than_a_step
-from runner.profiling.trace import RunShape, Tracer, profiled
+from runner.profiling.trace import RunShape, Tracer, clear_traces, profiled
 from runner.rundir.records import run_id
 from runner.setup import Ready
 from runner.training.rng import rng_state
@@ -306,8 +306,10 @@ def _ahead(ready: Ready, batches: Iterator[Batch], shared: SharedReading | Share
 
 def _tracer(ready: Ready) -> Tracer | None:
     options, manifest = ready.options, ready.launched.manifest
-    if not options.traced:
+    if options.traced.stop <= ready.num_steps + 1 or options.traced.start > options.steps:
         return None
+    if ready.mesh.rank == 0:  # before the first step: other ranks write after it
+        clear_traces(options.log_dir)
     shape = RunShape(
         schedule=schedule_of(manifest, options),
         num_stages=manifest.placement.num_stages,

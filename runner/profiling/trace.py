@@ -8,7 +8,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -105,6 +105,13 @@ class RunShape:
 
 def trace_path(log_dir: Path, rank: int) -> Path:
     return log_dir / "trace" / f"rank-{rank:05d}.json"
+
+
+def clear_traces(log_dir: Path) -> None:
+    """Remove what an earlier attempt has traced, perhaps on more ranks: a report would mix it with what follows."""
+    with suppress(OSError):  # as a trace that cannot be written
+        for path in (log_dir / "trace").glob("rank-*.json"):
+            path.unlink(missing_ok=True)
 
 
 class Tracer:

@@ -1,4 +1,4 @@
-"""A run that is resumed with other flags says what differs, and takes no newer checkpoint away."""
+"""A run that is resumed with other flags, or on fewer ranks, says what differs, and takes no newer checkpoint away."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.checkpoint.history import checkpoint_path
+from runner.report.read import read_run
 from tests.builders import files_in, flip, pack
 from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
@@ -27,7 +28,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def run(name: str, log: str, *flags: object) -> dict[str, object]:
         return job(packed, place / log, *SIZES, *flags, "--checkpoint", place / name)
 
+    run_jobs(2, [run("traced", "traced-log", "--trace", "1-2", "--steps", 2)])
     jobs = [
+        run("traced", "traced-log", "--trace", "3-4", "--steps", 4, *AUTO),
         run("averaged", "all", "--ema", 0.9, "--steps", 4, "--checkpoint-every", 2),
         run("averaged", "narrowed", *ONLY, "--steps", 6, *AUTO),
         run("plain", "frozen", "--optimizer", "sgd", "--momentum", 0, *ONLY, "--steps", 2),
@@ -55,6 +58,13 @@ def test_parameters_that_were_frozen_and_need_no_optimizer_state_are_named(place
     (note,) = (line for line in said(place / "unfrozen").splitlines() if "frozen" in line)
     assert note.startswith("note: training 3 tensors, such as model.embed_tokens.weight, that were frozen")
     assert not any("frozen" in line for line in said(place / "frozen").splitlines())
+
+
+def test_traces_of_more_ranks_before_are_not_left_beside_new_ones(place: Path) -> None:
+    assert [path.name for path in (place / "traced-log" / "trace").iterdir()] == ["rank-00000.json"]
+    traces = read_run(place / "traced-log").traces
+    assert traces is not None
+    assert [step.step for step in traces.steps] == [3, 4]
 
 
 def test_damage_found_in_the_background_names_the_checkpoint_before_and_how_to_resume_from_it(place: Path) -> None:
