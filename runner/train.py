@@ -131,16 +131,17 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
 
 def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Origin, ...]:
     """Return what to start from, the best first, the same folders on all ranks; clear the log folder."""
+    launched_here = Origin(launched.root, launched.read)  # nodes may have copies, at different paths
     origins: tuple[Origin, ...] = ()
     with raise_on_all_ranks("resume"):
         if world.rank == 0:
             clear_state(options.log_dir)
             clear_beats(options.log_dir)
-            origins = find_origins(Origin(launched.root, launched.read), options)
+            origins = find_origins(launched_here, options)
             for folder, step in find_misnamed(options.history) if options.history else ():
                 logger.warning("warning: %s: its manifest says step %d: not a checkpoint of this run", folder, step)
-    folders = from_rank_0(tuple(origin.folder for origin in origins))
-    return origins or tuple(map(Origin, folders))
+    folders = from_rank_0(tuple(None if origin == launched_here else origin.folder for origin in origins))
+    return origins or tuple(launched_here if folder is None else Origin(folder) for folder in folders)
 
 
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:

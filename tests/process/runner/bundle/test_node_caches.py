@@ -121,6 +121,14 @@ def test_same_copies_train(nodes: tuple[Path, Path]) -> None:
     assert ["loss" in line or "eval_loss" in line for line in lines_in(nodes[0])].count(True) == 2
 
 
+def test_node_reads_its_own_copy_at_a_path_that_others_do_not_have(nodes: tuple[Path, Path]) -> None:
+    for node, of_other in zip(nodes, (2, 1), strict=True):
+        (node / "packed" / f"model-0000{of_other}-of-00002.safetensors").unlink()
+    with started(2, "../../runner/train.py", *RUN, folders=nodes) as ranks:
+        assert [rank.wait(60) for rank in ranks] == [0, 0], ranks[0].said
+    assert ["loss" in line for line in lines_in(nodes[0])].count(True) == 1
+
+
 def check_refused(nodes: tuple[Path, Path], *words: str, code: str, where: str) -> None:
     """See that both ranks end before the first step, and that the error names the rank that differs."""
     with started(2, "../../runner/train.py", *words, folders=nodes) as ranks:
