@@ -165,7 +165,8 @@ def prune(
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
             os.rename(path, removed)
             sync_folder(history)
-            write_record(removed, files_of_manifest(removed) or ())
+            if not removed.is_symlink():  # what it leads to stays
+                write_record(removed, files_of_manifest(removed) or ())
         _remove(removed)
 
 

@@ -226,6 +226,19 @@ def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp
     assert names_in(tmp_path) == ["step-000020"]
 
 
+def test_checkpoint_that_was_moved_away_and_linked_to_stays_as_it_is_where_it_is_now(
+    trained: Path, tmp_path: Path
+) -> None:
+    history = tmp_path / "history"
+    fill(history, trained, 10, 20)
+    checkpoint_path(history, 10).rename(tmp_path / "archived")
+    checkpoint_path(history, 10).symlink_to(tmp_path / "archived")
+    before = files_in(tmp_path / "archived")
+    prune(history, checkpoint_path(history, 20), keep=1)
+    assert names_in(history) == ["step-000020"]
+    assert files_in(tmp_path / "archived") == before
+
+
 def test_disk_that_fails_under_a_removal_is_not_bad_input(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

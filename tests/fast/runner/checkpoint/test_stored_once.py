@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -20,8 +21,14 @@ from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of
 from runner.distributed.rounds import run_beside_training
 from runner.tensors.local_shard import Piece, whole_pieces
 from tests.fast.runner.tiny import write_shard
+from tests.fast.trained import write_trained
 
 KEY = (0, WEIGHTS)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    return write_trained(tmp_path, "pp=1", num_hidden_layers=1)
 
 
 def hashed(pieces: tuple[Piece, ...]) -> Digests:
@@ -54,6 +61,19 @@ def test_tensors_that_stay_are_apart_from_the_second_time_on_and_linked_from_the
     assert links == [[False], [False, False], [True, False], [True, False]]
     assert [names for ((names, _),) in known.tensors[KEY][:1]] == ["b"]
     assert os.stat(tmp_path / "3/0.safetensors").st_nlink == 3
+
+
+def test_checkpoint_before_whose_disk_fails_shares_nothing(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Before.read(trained, (0,)).tensors
+    stat = os.stat
+
+    def failing(path: Path, **options: object) -> os.stat_result:
+        if str(path).endswith(".safetensors"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    assert Before.read(trained, (0,)) == Before()
 
 
 def test_what_is_not_trained_is_apart_from_the_first_time_on() -> None:
