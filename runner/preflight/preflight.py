@@ -240,6 +240,10 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
     for name, steps in (("trace", options.traced), ("profile", options.profiled)):
         if steps and first <= last and not (steps.start <= last and steps.stop > first):
             lines.append(f"--{name} {given_options.values[name]} has no effect: the run takes steps {first} to {last}")
+    if training is not None and training.data is None:
+        lines.append("the checkpoint has no position in the data: --data is read from its first sequence")
+    if training is not None and training.learning_rate is None and "lr" not in given_options.given:
+        lines.append(f"the checkpoint has no learning rate: this run uses --lr {options.optim.lr}")
     if options.resume.restart_data and training is None:
         lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
     if options.optim.decay == "constant" and "min_lr" in given_options.given and options.optim.min_lr:

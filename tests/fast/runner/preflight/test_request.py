@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -345,3 +346,11 @@ def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Word
     assert noted(trained, "--save", "s", "--resume-weights-only") == []
     (taken,) = noted(trained, "--steps", "60", "--trace", "60", is_resumed=True)  # it has ended, and takes no step
     assert "--max-norm 0.5" in taken
+
+
+def test_what_a_checkpoint_of_another_trainer_lacks_is_said(place: Path, tmp_path: Path, wording: Wording) -> None:
+    trained = shutil.copytree(place / "trained", tmp_path / "trained")
+    edit_manifest(trained, lambda document: document["training"].update(data=None, learning_rate=None))
+    found = noted(open_packed(trained), "--save", "s", "--steps", "90", is_resumed=True)
+    wording("\n".join(found[:2]))
+    assert len(noted(open_packed(trained), "--save", "s", "--steps", "90", "--lr", "0.1", is_resumed=True)) == 2
