@@ -88,7 +88,7 @@ _KINDS = {"use_dora": "DoRA", "use_qalora": "QA-LoRA", "lora_bias": "biases of a
           "trainable_token_indices": "trained tokens", "kasa_config": "KaSA", "use_bdlora": "block-diagonal LoRA",
           "monteclora_config": "MonteCLoRA", "velora_config": "VeLoRA"}  # fmt: skip
 # Others than these change the base's weights, or what the adapter is relative to.
-_INITIAL = (True, False, "gaussian", "eva")
+_INITIAL = (True, False, "gaussian", "eva", "orthogonal")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import eq
 from typing import Protocol
 
 from manifests.digest import Hasher
@@ -103,6 +104,12 @@ def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryvi
         yield block
     if tensor.blake3 is not None:
         check_digest(tensor, hasher.hexdigest())
+
+
+def have_equal_bytes(first: TensorAt, second: TensorAt) -> bool:
+    """Return whether two tensors are of one dtype and shape, and have the same bytes, which are read."""
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return same and all(map(eq, read_blocks(first), read_blocks(second)))
 
 
 class BlockReader:

@@ -28,7 +28,7 @@ from manifests.models.adapters import (
     parse_peft_config,
 )
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.lazy import derive
+from reshard.tensors.lazy import derive, have_equal_bytes
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.quantize import SECTION, find_plain, quantize_weight, scale_of
 from reshard.transforms.terms import Term
@@ -55,6 +55,7 @@ class Adapter:
     config: PeftConfig
     pairs: Mapping[str, tuple[TensorAt, TensorAt]]
     saved: Mapping[str, TensorAt]  # of modules that are replaced as a whole
+    bases: Mapping[str, TensorAt]  # of adapted modules, such as the head, which peft saves beside its adapter
     base_digest: str | None  # of the base that our own training used
 
 
@@ -81,6 +82,8 @@ def open_adapter(location: str) -> Adapter:
         else:
             saved[name.replace(".modules_to_save", "")] = tensor
     a, b = halves
+    inside = [name for name in saved if name.rpartition(f"{_INSIDE}.")[0] in a]
+    bases = {name.replace(_INSIDE, ""): saved.pop(name) for name in inside}
     if odd := sorted(a.keys() ^ b.keys()):
         raise SourceError(str(file), f"has one of the two matrices of {odd[0]}", code="source.bad-adapter")
     if not a and not saved:
@@ -90,6 +93,7 @@ def open_adapter(location: str) -> Adapter:
         config=config,
         pairs={module: (a[module], b[module]) for module in sorted(a)},
         saved=saved,
+        bases=bases,
         base_digest=header.metadata.get(BASE_DIGEST),
     )
 
@@ -118,6 +122,9 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
                 problem = f"{fqn} is replaced as a whole, and so can be of one adapter alone, whose weight is 1"
                 raise UsageError(location, problem, "merge it alone", code="options.conflict")
             replaced[fqn] = _replacement(adapter, tensor, checkpoint.tensors.get(fqn))
+        for fqn, copy in adapter.bases.items():
+            if not _is_copy(copy, find(fqn)):
+                raise _other(adapter, f"has the {fqn} that it was trained with, and the model has another one")
         _check_base(adapter, (base for fqn in touched if (base := find(fqn)) is not None))
         _check_ties(adapter, touched | adapter.saved.keys(), checkpoint)
     tensors = dict(checkpoint.tensors)
@@ -206,6 +213,13 @@ def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> T
         shown = "no such tensor" if base is None else f"it as {base.dtype} {list(base.shape)}"
         raise _other(adapter, f"replaces {name} by {tensor.dtype} {list(tensor.shape)}, and the model has {shown}")
     return cast_tensor(replace(tensor, name=name), base.dtype)
+
+
+def _is_copy(copy: TensorAt, base: TensorAt | None) -> bool:
+    """Return whether a tensor is a model's own, perhaps in the dtype that an adapter was trained with."""
+    if base is None or not {base.dtype, copy.dtype} <= FLOATS:
+        return False
+    return have_equal_bytes(cast_tensor(base, copy.dtype), copy)
 
 
 def _check_base(adapter: Adapter, adapted: Iterable[TensorAt]) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator, Mapping
-from operator import eq
 from typing import Any
 
 from manifests.errors import ModelError, SourceError
 from reshard.formats.megatron.arguments import layers_with_experts, num_experts_of
 from reshard.formats.megatron.names import EMBEDDING, HEAD, MTP_COPIES, NORM, QKV, megatron_names
 from reshard.formats.saved_state import Place, Placed, in_place
-from reshard.tensors.lazy import read_blocks
+from reshard.tensors.lazy import have_equal_bytes
 from reshard.tensors.slices import FusedHeads, Slices, indices_of, rows_of
 from stores.bundles import TensorAt
 
@@ -239,7 +238,7 @@ class MegatronModel:
         owner = self._weights[owners[-1]]
         mine = self._weights[tensor.name]
         has_digests = mine.digest is not None and owner.digest is not None
-        if mine.digest != owner.digest if has_digests else not _are_equal(mine, owner):
+        if mine.digest != owner.digest if has_digests else not have_equal_bytes(mine, owner):
             problem = f"differs from {owner.name!r}, which Megatron-Core's MTP layers share with the model"
             hint = f"pack without its MTP layer: reshard pack SOURCE --drop model.layers.{layer}"
             raise ModelError(f"{self._where}: {tensor.name!r}", problem, hint, code="model.not-in-megatron")
@@ -248,8 +247,3 @@ class MegatronModel:
         problem = "Megatron-Core's model has no such tensor"
         hint = f"reshard pack SOURCE --dequantize bf16, or --drop {fqn} if it is not a weight of the model"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-megatron")
-
-
-def _are_equal(first: TensorAt, second: TensorAt) -> bool:
-    same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    return same and all(map(eq, read_blocks(first), read_blocks(second)))

@@ -221,6 +221,22 @@ def test_embedding_of_its_own_is_refused_where_the_head_is_tied_to_it(flags: tup
     assert refused.found == (3, "source.adapter-kind", str(tmp_path / "adapter"))
 
 
+def test_head_that_peft_saved_beside_its_adapter_is_the_models_or_refused(base: Path, tmp_path: Path) -> None:
+    rows, columns = (head := all_tensors(base)["lm_head.weight"]).shape
+    tensors = {f"{PREFIX}lm_head.lora_A.weight": float32((2, columns), 1),
+               f"{PREFIX}lm_head.lora_B.weight": float32((rows, 2), 2)}  # fmt: skip
+    copy = f"{PREFIX}lm_head.base_layer.weight"
+    narrow = replace(head, dtype="F16", data=np.frombuffer(head.data, "<f4").astype("<f2").tobytes())
+    for name, saved in (("without", {}), ("with", {copy: head}), ("narrow", {copy: narrow})):
+        write_adapter(tmp_path / name, {**tensors, **saved}, target_modules=["lm_head"])
+        run("merge", base, tmp_path / name, "--out", tmp_path / f"merged-{name}")
+        assert all_tensors(tmp_path / f"merged-{name}") == all_tensors(tmp_path / "merged-without")
+    write_adapter(tmp_path / "other", {**tensors, copy: float32(head.shape, 3)}, target_modules=["lm_head"])
+    for model, adapter in ((base, "other"), (tmp_path / "merged-with", "with")):
+        refused = refusal("merge", model, tmp_path / adapter, "--out", tmp_path / "out")
+        assert refused.found == (3, "source.other-adapter", str(tmp_path / adapter))
+
+
 def test_fan_in_fan_out_of_a_linear_module_is_passed_over(base: Path, tmp_path: Path) -> None:
     for name, flag in (("plain", False), ("fan", True)):
         write_adapter(tmp_path / name, adapter_tensors((Q,)), fan_in_fan_out=flag)

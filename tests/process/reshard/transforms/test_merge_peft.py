@@ -24,6 +24,8 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float
     ("architecture", "dtype", "fields"),
     [
         (LLAMA, torch.bfloat16, {"use_rslora": True}),
+        # peft saves the adapted head beside its adapter
+        (QWEN, torch.bfloat16, {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "orthogonal", "r": 4}),
         (QWEN, torch.bfloat16, {"target_parameters": EXPERTS}),
         (QWEN, torch.float32, {"modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 2}}),
         (MIXTRAL, torch.float32, {"target_parameters": EXPERTS, "alpha_pattern": {"k_proj": 5}}),
