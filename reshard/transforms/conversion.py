@@ -23,7 +23,7 @@ from reshard.tensors.source_index import (
 )
 from reshard.transforms.adapters import merge_adapters
 from reshard.transforms.casts import FLOATS, cast_tensor
-from reshard.transforms.quantize import SECTION, plain_tensors, remember_source
+from reshard.transforms.quantize import OTHER_TOOLS, SECTION, plain_tensors, remember_source
 
 Plain = Literal["bf16", "fp32"]
 
@@ -88,6 +88,9 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
             code="options.not-quantized",
         )
     tensors = {tensor.name: (old, tensor) for old, tensor in plain_tensors(checkpoint.tensors, section, dtype)}
+    if all(tensor is checkpoint.tensors[old] for old, tensor in tensors.values()):
+        problem = f"{str(section.get('quant_method'))[:80]!r}: no weight has scales of blocks, which alone are known"
+        raise SourceError(f"{config_at.file}: {SECTION}", problem, OTHER_TOOLS, code="source.quantized-dtype")
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
     shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location), checkpoint.description)
     shape = without_absent(shape, tensors)

@@ -29,7 +29,7 @@ from stores.bundles import TensorAt
 SECTION = "quantization_config"
 _BLOCKS = "_blocks"  # of MXFP4
 _QUANTIZED = {"F4", "F8_E4M3", "F8_E5M2", "F8_E8M0", "I8"}  # which no tensor of a plain model has
-_OTHER_TOOLS = "dequantize the model with transformers: its quantization configs have dequantize=True"
+OTHER_TOOLS = "dequantize the model with transformers: its quantization configs have dequantize=True"
 
 
 def plain_tensors(
@@ -42,7 +42,7 @@ def plain_tensors(
         elif not is_scale(fqn, stored):
             if tensor.dtype in _QUANTIZED:
                 problem = f"is {tensor.dtype}, and its scales have names or a form that are not known"
-                raise SourceError(f"{tensor.file}: {fqn!r}", problem, _OTHER_TOOLS, code="source.quantized-dtype")
+                raise SourceError(f"{tensor.file}: {fqn!r}", problem, OTHER_TOOLS, code="source.quantized-dtype")
             yield fqn, tensor
 
 
@@ -120,7 +120,7 @@ def _from_fp4(packed: TensorAt, scale: TensorAt, dtype: str) -> TensorAt:
 
 
 def _unfit(scale: TensorAt, problem: str) -> SourceError:
-    return SourceError(f"{scale.place}.shape", problem, _OTHER_TOOLS, code="source.quantized-shape")
+    return SourceError(f"{scale.place}.shape", problem, OTHER_TOOLS, code="source.quantized-shape")
 
 
 def _from_mxfp4(packed: TensorAt, scales: TensorAt, dtype: str) -> TensorAt:

@@ -24,8 +24,9 @@ from reshard.plans.pack_plan import lay_out_shard
 from reshard.tensors.lazy import MemoryFile, read_blocks
 from reshard.transforms.quantize import plain_tensors, quantize_weight
 from stores.bundles import TensorAt
-from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, reshard, run, tensors_in, write_model
+from tests.builders import DTYPE_BITS, INDEX, Tensor, files_in, refusal, reshard, run, tensors_in, write_model
 from tests.fast.manifests.models.built import read_config
+from tests.fast.reshard.formats.test_open import write_description, write_own
 from tools.tiny_models import tiny_config
 
 TORCH = {
@@ -241,6 +242,22 @@ def test_blocks_that_are_larger_than_the_matrix_take_no_memory() -> None:
     assert np.frombuffer(values, "<f4").tolist() == [2.0] * 32
     codes, scales = quantize_weight(plain, weight, scale, section)
     assert [b"".join(map(bytes, read_blocks(tensor))) for tensor in (codes, scales)] == [b"\x78" * 32, b"\x78"]
+
+
+def test_weights_that_another_tool_quantized_are_refused_in_a_described_model_too(tmp_path: Path) -> None:
+    """As GPTQ: integers of int32, which a model of another architecture might have as they are."""
+    section = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    weights = write_own(tmp_path / "plain")
+    name = next(fqn for fqn in weights if fqn.endswith("up_proj.weight"))
+    packed = Tensor(dtype="I32", shape=(2, 24), data=bytes(192))
+    tensors = {fqn: tensor for fqn, tensor in weights.items() if fqn != name}
+    tensors[name.replace("weight", "qweight")] = packed
+    write_own(tmp_path / "source", tensors, quantization_config=section)
+    described = ("--model", write_description(tmp_path / "model.toml"), "--layout", "pp=2", "--out", tmp_path / "out")
+    refused = refusal("pack", tmp_path / "source", *described, "--dequantize", "bf16")
+    assert refused.found[:2] == (3, "source.quantized-dtype")
+    assert refused.found[2].endswith("config.json: quantization_config")
+    run("pack", tmp_path / "source", *described)
 
 
 def test_scale_of_an_integer_dtype_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:
