@@ -31,6 +31,13 @@ _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# What no config of these families says: the values with which a model computes as transformers does.
+_WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
+    "rotary_seq_len_interpolation_factor": (None, 1), "rotary_base_per_layer": (None,), "no_rope_freq": (None,),
+    "softmax_scale": (None,), "softmax_type": (None, "vanilla"), "glu_linear_offset": (None, 0),
+    "activation_func_clamp_value": (None,), "moe_apply_probs_on_input": (None, False),
+    "moe_mlp_glu_interleave_size": (None,), "use_mup": (None, False),
+}  # fmt: skip
 
 
 def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:
@@ -44,6 +51,10 @@ def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num
         if name in arguments and not _is_same(name, value, arguments[name], expected):
             problem = f"expected {value} (config.json), found {str(arguments[name])[:80]}"
             raise _other_model(f"{place}.{name}", problem)
+    for name, values in _WITHOUT_EFFECT.items():
+        if (value := arguments.get(name)) not in values:
+            problem = f"expected {values[-1]}, as transformers computes, found {str(value)[:80]}"
+            raise _other_model(f"{place}.{name}", problem, "convert it with Megatron-Bridge, if it knows this model")
     _check_vocabulary(arguments, config["vocab_size"], num_rows, place)
 
 
@@ -176,8 +187,8 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
         raise _other_model(f"{place}.make_vocab_size_divisible_by", problem)
 
 
-def _other_model(where: str, problem: str) -> SourceError:
-    return SourceError(where, problem, "use the config.json of this model", code="source.megatron-arguments")
+def _other_model(where: str, problem: str, hint: str = "use the config.json of this model") -> SourceError:
+    return SourceError(where, problem, hint, code="source.megatron-arguments")
 
 
 def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,10 @@ from manifests.errors import SourceError
 from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpTensor
 from reshard.formats.assemble import (
+    DECOUPLED,
     OPTIMIZER,
     bad_optimizer,
+    check_adamw,
     checked_state,
     constant_rate,
     group_of,
@@ -89,6 +91,8 @@ def training_state(
     if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
         problem = f"took {step} steps, and the checkpoint is of iteration {last}"
         raise bad_optimizer(place, problem)
+    for group in groups if arguments.get(DECOUPLED) is False else ():
+        check_adamw({DECOUPLED: False, **group}, place)
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
     clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
@@ -100,7 +104,7 @@ def training_state(
         optimizer=OptimizerState(
             name="AdamW",
             max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
-            groups=_groups(groups, moments, bool(arguments.get("apply_wd_to_qk_layernorm")), place),
+            groups=_groups(groups, moments, arguments, place),
         ),
         learning_rate=constant_rate([group.get("lr") for group in groups]),
         batch=batch,
@@ -125,7 +129,7 @@ def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object
 
 
 def _groups(
-    saved: list[Mapping[object, object]], moments: Mapping[str, TensorAt], decays_qk_norms: bool, place: str
+    saved: list[Mapping[object, object]], moments: Mapping[str, TensorAt], arguments: Mapping[str, Any], place: str
 ) -> tuple[ParameterGroup, ...]:
     """Return a group for all parameters; or, if some have no weight decay, two: those are the 1-D ones, as in Megatron.
 
@@ -139,6 +143,10 @@ def _groups(
     if len(alike) != 2 or len(decayed) != 1 or replace(decayed[0], weight_decay=0.0) not in bare:
         problem = f"expected one weight decay, and none of 1-D parameters, found {[g.weight_decay for g in alike]}"
         raise bad_optimizer(f"{place}: param_groups", problem)
+    if (std := arguments.get("embedding_init_method_std")) is not None:
+        problem = "found no group of the embedding, which some releases decay and others do not"
+        raise bad_optimizer(f"{place}: param_groups", f"{problem} with embedding_init_method_std {str(std)[:80]}")
+    decays_qk_norms = arguments.get("apply_wd_to_qk_layernorm")
     lines = (fqn for fqn, moment in moments.items() if len(moment.shape) == 1)
     fqns = tuple(sorted(fqn for fqn in lines if not (decays_qk_norms and _QK_NORM.search(fqn))))
     return decayed[0], replace(bare[0], fqns=fqns)

@@ -160,6 +160,26 @@ def test_arguments_that_disagree_with_the_config_are_refused(
     assert where.endswith(f"common.pt: args.{name}")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("rotary_seq_len_interpolation_factor", 1, False), ("rotary_seq_len_interpolation_factor", 4, True),
+        ("no_rope_freq", [0, 0, 1], True), ("softmax_type", "vanilla", False), ("softmax_type", "off-by-one", True),
+        ("softmax_scale", 0.1, True), ("glu_linear_offset", 0.0, False), ("glu_linear_offset", 1.0, True),
+        ("activation_func_clamp_value", 7.0, True), ("moe_apply_probs_on_input", True, True),
+        ("moe_mlp_glu_interleave_size", 32, True), ("rotary_base_per_layer", [1e4], True), ("use_mup", True, True),
+    ],
+)  # fmt: skip
+def test_arguments_that_no_config_says_have_no_effect_or_are_refused(
+    name: str, value: object, is_refused: bool
+) -> None:
+    config = read_config("tiny-llama")
+    with pytest.raises(SourceError) if is_refused else nullcontext() as raised:
+        check_arguments(arguments_of(config, "here") | {name: value}, config, config["vocab_size"], "here")
+    if is_refused:
+        assert (raised.value.code, raised.value.where) == ("source.megatron-arguments", f"here/common.pt: args.{name}")
+
+
 MTP = {"num_nextn_predict_layers": 2}
 YARN = {
     "type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
@@ -510,6 +530,16 @@ def ahead_of_its_iteration(common: dict[str, Any]) -> None:
     common["iteration"] = 0
 
 
+def decay_within_the_gradient(common: dict[str, Any]) -> None:
+    common["args"].decoupled_weight_decay = False
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group.pop("decoupled_weight_decay", None)  # Transformer Engine's groups do not say it
+
+
+def embedding_of_another_decay(common: dict[str, Any]) -> None:
+    common["args"].embedding_init_method_std = 1.0
+
+
 def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None:
     saved = copytree(TRAINED, tmp_path / "saved")
     common = torch.load(saved / "common.pt", weights_only=False)
@@ -527,7 +557,8 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
     "change",
     [
         other_decays, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
-        clip_to_too_much, too_many_tokens, ahead_of_its_iteration,
+        clip_to_too_much, too_many_tokens, ahead_of_its_iteration, decay_within_the_gradient,
+        embedding_of_another_decay,
     ],
 )  # fmt: skip
 def test_optimizers_that_the_runner_does_not_have_are_refused(
