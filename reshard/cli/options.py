@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from stores.open import Address
 
 Command = Callable[..., Any]
+MEASURED = "reshard.measured"  # of a context: how the times of --cost were measured
 
 
 class Verb(GroupedHelp, click.Command):
@@ -118,7 +119,7 @@ write = click.option(
 )  # fmt: skip
 cost = click.option(
     "--cost", "measured", type=click.Path(path_type=Path), metavar="FILE",
-    callback=lambda _, __, path: None if path is None else _times(path),
+    callback=lambda context, _, path: None if path is None else _times(path, context),
     help="Measured seconds of each module (JSON), used instead of FLOPs.",
 )  # fmt: skip
 _CONVERSION = (
@@ -369,10 +370,12 @@ def upload_bars(out: Address, quiet: bool) -> AbstractContextManager[None]:
     return showing_bars(not quiet)
 
 
-def _times(path: Path) -> Mapping[str, ModuleTime]:
+def _times(path: Path, context: click.Context) -> Mapping[str, ModuleTime]:
     from manifests.module_times import read_times
 
-    return read_times(path).modules
+    times = read_times(path)
+    context.meta[MEASURED] = times.how
+    return times.modules
 
 
 def _size(flag: str, text: str) -> int:

@@ -99,13 +99,13 @@ def plan(
         arguments["assumed"] = _as_in_run(arguments["assumed"], times)
     if search["gpus"]:
         result = _search(source, search, times, **arguments)
-        click.echo(json.dumps(search_json(result)) if as_json else search_text(result))
         layout = result.best[0].candidate.layout if result.best else None
     else:
         _refuse_without_gpus(search)
         planned = run(source, **arguments)
         options.name_links(planned.links, quiet)
-        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+        if not quiet:
+            _note_other_step(planned.assumed)
         layout = planned.layout
         if write_schedule:
             write_file(write_schedule, write_csv(planned.forecast.assumed.table_for(planned.layout)).encode())
@@ -122,6 +122,20 @@ def plan(
             draw_plan(planned, draw, theme)
         if not quiet:
             click.echo(f"drawn: {draw}", err=True)
+    # Last: with --json, the object of a failure would follow that of the plan.
+    if search["gpus"]:
+        click.echo(json.dumps(search_json(result)) if as_json else search_text(result))
+    else:
+        click.echo(json.dumps(plan_json(planned)) if as_json else plan_text(planned))
+
+
+def _note_other_step(assumed: Assumptions) -> None:
+    """Note that the times of --cost were measured with other options than those of the plan."""
+    how = click.get_current_context().meta.get(options.MEASURED, {})
+    planned = {"seq_len": assumed.seq_len, "microbatch": assumed.microbatch, "dtype": assumed.dtype}
+    others = [name for name, value in planned.items() if how.get(name, value) != value]
+    if shown := ", ".join(f"--{name.replace('_', '-')} {how[name]}" for name in others):
+        click.echo(f"note: --cost was measured with {shown}, and the plan is of another step", err=True)
 
 
 def _check_schedule_file(path: Path, *, force: bool) -> None:
@@ -274,8 +288,8 @@ def layout(write: Path | None, force: bool, as_json: bool, quiet: bool, **argume
     if write:
         check_layout_file(write, force=force)
     stages = run(**arguments)
-    click.echo(json.dumps(layout_json(stages)) if as_json else layout_text(stages))
     if write:
         write_layout(stages, write)
         if not quiet:
             click.echo(f"written: {write}", err=True)
+    click.echo(json.dumps(layout_json(stages)) if as_json else layout_text(stages))

@@ -152,6 +152,9 @@ def plan(
     if assumed.run is not None:
         from reshard.estimate.module_seconds import with_times_of_run  # most plans are of none
 
+        if assumed.measured is not None:
+            problem = "conflicts with the times of a run, which are used"
+            raise UsageError(Parameter("assumed.measured"), problem, "remove one of them", code="options.conflict")
         assumed = with_times_of_run(checkpoint.shape, config_of(checkpoint), assumed)
     planned = estimate_step(lay_out(model_name(str(source)), checkpoint, request, assumed))
     from reshard.packing.launchable import check_launch  # nor does it train

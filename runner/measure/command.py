@@ -47,7 +47,7 @@ def measure(
     \b
     Examples:
       runner measure ./packed --seq-len 4096 --dtype bf16 --out times.json
-      reshard plan ./packed --layout balance:time,pp=8 --cost times.json --seq-len 4096
+      reshard plan ./packed --layout balance:time,pp=8 --cost times.json --seq-len 4096 --dtype bf16
     """
     check_new_file(out, "--out", force=force)
     recompute = parse_recompute(ac)
