@@ -67,15 +67,15 @@ def _to_json(layout: StageLayout) -> str:
     schedule = {"schedule": layout.schedule} if layout.schedule else {}
     placement = {"num_ranks": layout.placement.num_ranks, "style": layout.placement.style}
     stages = [module_ranges(stage) for stage in layout.stages]
-    return json.dumps({"spec": layout.spec, **placement, **schedule, "stages": stages}, indent=1) + "\n"
+    return json.dumps({"spec": in_one_line(layout.spec), **placement, **schedule, "stages": stages}, indent=1) + "\n"
 
 
 def to_toml(layout: StageLayout) -> str:
-    lines = [f"spec = {json.dumps(layout.spec)}"]
+    lines = [f"spec = {json.dumps(in_one_line(layout.spec), ensure_ascii=False)}"]
     lines += [f"num_ranks = {layout.placement.num_ranks}", f'style = "{layout.placement.style}"']
     if layout.schedule:
         lines.append(f'schedule = "{layout.schedule}"')
-    stages = [f"    {json.dumps(module_ranges(stage))}," for stage in layout.stages]
+    stages = [f"    {json.dumps(module_ranges(stage), ensure_ascii=False)}," for stage in layout.stages]
     return "\n".join([*lines, "stages = [", *stages, "]", ""])
 
 

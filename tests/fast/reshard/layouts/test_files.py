@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from manifests.errors import InputError, LayoutError
 from manifests.placement import Placement
 from manifests.schedules.rules import SINGLE_STAGE_SCHEDULES
-from reshard.layouts.files import to_toml
+from reshard.layouts.files import to_toml, write_layout
 from reshard.layouts.model import (
     SCHEDULES,
     Inventory,
@@ -210,6 +210,18 @@ def test_every_computed_layout_reads_back(tmp_path, ranks, virtual, method, num_
     except LayoutError:
         return
     assert read_again(to_toml(layout), inventory, tmp_path).stages == layout.stages
+
+
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+@pytest.mark.parametrize("spec", ["E t*4|\n t*4 L", "caf\N{LATIN SMALL LETTER E WITH ACUTE}.toml", "\N{ROCKET}.toml"])
+def test_file_that_is_written_reads_back_whatever_its_layout_was_called(tmp_path, monkeypatch, spec, suffix):
+    monkeypatch.chdir(tmp_path)
+    if spec.endswith(".toml"):
+        written(tmp_path, spec, 'stages = [["embed*", "layers.0-3"], ["layers.4-7", "norm", "lm_head"]]')
+    layout = read(spec)
+    write_layout(layout, Path(f"again.{suffix}"))
+    again = read(f"again.{suffix}")
+    assert (again.stages, again.spec) == (layout.stages, spec.replace("\n", " "))
 
 
 def test_deepseek_v3_as_toml():
