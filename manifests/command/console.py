@@ -124,12 +124,17 @@ def run_cli(
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse an empty path, as a shell writes `--out "$OUT"` where the variable is not set: it would be the folder ."""
+    """Refuse an empty path, as a shell writes `--out "$OUT"` where the variable is not set: it would be the folder .
+
+    So would an empty argument that follows no flag.
+    """
     for word, following in pairwise((*words, "-")):
         flag, joined, value = word.partition("=")
-        if flag in _OF_PATHS and not (value if joined else following):
+        is_argument = not following and not word.startswith("-")
+        if is_argument or (flag in _OF_PATHS and not (value if joined else following)):
             problem, hint = "expects a value, found none", "give one; if it is a variable's, the variable is not set"
-            raise UsageError(flag, problem, hint, code="usage.arguments")
+            where = f"the argument after {word}" if is_argument else flag
+            raise UsageError(where, problem, hint, code="usage.arguments")
 
 
 def _moved(error: Any) -> UsageError | None:

@@ -154,6 +154,8 @@ MISTAKES = (
     ("reshard plan model --gpus 8 --gpu-memory 80GB --efficiency 33", "--efficiency: expected more than 0", "--help"),
     ("reshard pack model --layout pp=2 --out ''", "--out: expects a value, found none", "variable"),
     (f"{LAUNCH} --data ''", "--data: expects a value, found none", "variable"),
+    ("reshard diff pp2 ''", "the argument after pp2: expects a value", "variable"),
+    ("runner cancel ''", "the argument after cancel: expects a value", "variable"),
     ("reshard pack model --layout pp=2 --out x --drop lm_heda", "--drop", "did you mean lm_head?"),
     ("reshard export pp2 --to safetensors --out x", "--to", "did you mean hf?"),
     ("reshard export pp2 --to vllm --out x", "--to", "vLLM reads a packed folder as it is"),
