@@ -143,7 +143,8 @@ def command_line() -> tuple[str, ...]:
             arguments.append(parameter.opts[0] if value else parameter.secondary_opts[0])
         else:
             values = value if isinstance(value, tuple) else (value,)
-            arguments += [word for item in values for word in (parameter.opts[0], str(item))]
+            unit = "B" if name.endswith("nbytes") else ""
+            arguments += [word for item in values for word in (parameter.opts[0], f"{item}{unit}")]
     return tuple(arguments)
 
 

@@ -56,6 +56,16 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     assert "-P -m reshard commit" in (tmp_path / "4.sh").read_text()
 
 
+def test_sizes_reach_parts_as_they_are(source: Path, tmp_path: Path) -> None:
+    sizes = ("--max-shard-size", "1.5KB", "--io-memory", "640MB")
+    told = reshard("pack", source, "--out", tmp_path / "out", *ASKED, *sizes, "--dry-run", "--json").json
+    (line,) = [line for line in told["parts"]["script"].splitlines() if " -m reshard " in line]
+    words = shlex.split(line)
+    pack = words[words.index("pack") : words.index("--json")]
+    assert pack[-4:] == ["--max-shard-size", "1536B", "--io-memory", "671088640B"]
+    assert reshard(*pack, "--part", "1/2").code == 0
+
+
 def pods(source: Path, *more: str) -> tuple[str | Path, ...]:
     asked = ("--layout", "pp=2", "--out", source.parent / "out", "--parts", "2", "--scheduler", "job")
     return ("pack", source, *asked, *more)
