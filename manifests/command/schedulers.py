@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from manifests.command.interpreter import safe_environment
 from manifests.errors import InputError, LaunchError, UsageError
 
 _LIMIT_S = 60
+_SILENT = "launch.scheduler-silent"
 
 
 def working_folder() -> str:
@@ -38,13 +41,32 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
         raise InputError(where, f"cannot be started: {error.strerror}", code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
         hint = "check with scontrol ping whether slurmctld is up"
-        raise LaunchError(
-            where, f"did not answer within {limit_s:.0f} s", hint, code="launch.scheduler-silent"
-        ) from error
+        raise LaunchError(where, f"did not answer within {limit_s:.0f} s", hint, code=_SILENT) from error
     if done.returncode:
         message = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
         raise LaunchError(where, message or f"exited with code {done.returncode}", code="launch.scheduler-failed")
     return done.stdout
+
+
+def submit_to_slurm(flags: Sequence[str], script: str, name: str) -> str:
+    """Submit a batch script, whose job has this name; return the job's number."""
+    with submitting(f"squeue --me --name={shlex.quote(name)}", "scancel"):
+        answer = run_slurm(["sbatch", "--parsable", *flags], script)
+        if (number := re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE | re.ASCII)) is None:
+            raise LaunchError("sbatch", f"expected the number of a job, printed {answer[:80]!r}", code=_SILENT)
+    return number[1]
+
+
+@contextlib.contextmanager
+def submitting(find: str, cancel: str) -> Iterator[None]:
+    """Name the commands that find and cancel a job where no answer says whether it was submitted."""
+    try:
+        yield
+    except LaunchError as error:
+        if error.code != _SILENT and not re.search("time(d )?-?out|deadline exceeded", error.problem, re.IGNORECASE):
+            raise
+        hint = f"look for it with {find}, and end it with {cancel} before you submit it again"
+        raise error.changed(problem=f"{error.problem}; the job may be submitted all the same", hint=hint) from error
 
 
 MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name
@@ -59,7 +81,7 @@ def run_kubectl(command: Sequence[str], standard_input: str = "") -> str:
     except FileNotFoundError as error:
         raise InputError(command[0], *ABSENT, code="system.missing-program") from error
     except subprocess.TimeoutExpired as error:
-        raise LaunchError(command[0], f"did not answer within {_LIMIT_S} s", code="launch.scheduler-silent") from error
+        raise LaunchError(command[0], f"did not answer within {_LIMIT_S} s", code=_SILENT) from error
     if done.returncode:
         message = said_by_kubectl(done.stderr.splitlines())
         raise LaunchError(

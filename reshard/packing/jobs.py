@@ -19,7 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from manifests.command.interpreter import module_command
-from manifests.command.schedulers import MOUNT, MOUNT_FORM, literal, run_kubectl, run_slurm, volumes_of, working_folder
+from manifests.command.schedulers import (
+    MOUNT,
+    MOUNT_FORM,
+    literal,
+    run_kubectl,
+    run_slurm,
+    submit_to_slurm,
+    submitting,
+    volumes_of,
+    working_folder,
+)
 from manifests.errors import OutputError, Parameter, UsageError, UserError
 from stores.address import is_url
 from stores.folders.owned import files_of_manifest
@@ -28,6 +38,7 @@ from stores.open import Address
 
 _ARRAY_ID = "ARRAY_JOB_ID"  # placeholder for the job id that Slurm has not assigned yet
 _RESERVED = ("--array", "-a", "--wrap", "--requeue", "--no-requeue", "--open-mode", "--dependency", "-d")
+_PACK, _COMMIT = "reshard-pack", "reshard-commit"  # names of jobs
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part
 _MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too
@@ -62,11 +73,15 @@ class SlurmArray:
 
     def submit(self) -> tuple[dict[str, Any], str]:
         """Submit both jobs; return their ids as the object that `--json` prints, and as a sentence."""
-        parts = run_slurm(self._sbatch(), self._parts_script()).strip().partition(";")[0]
+        parts = submit_to_slurm(self._flags(), self._parts_script(), _PACK)
         try:
-            commit = run_slurm(self._sbatch(parts), self._commit_script()).strip().partition(";")[0]
-        except UserError:
-            run_slurm(["scancel", parts])
+            commit = submit_to_slurm(self._flags(parts), self._commit_script(), _COMMIT)
+        except BaseException as stopped:
+            try:
+                run_slurm(["scancel", parts])
+            except UserError as error:
+                hint = f"the parts are queued as job {parts}, and nothing commits them: scancel {parts}"
+                raise error.changed(hint=hint) from stopped
             raise
         text = f"submitted {self.num_parts} parts as job {parts}\nsubmitted a commit that depends on them as {commit}"
         jobs = {"parts": {"job": parts}, "commit": {"job": commit}}
@@ -74,24 +89,24 @@ class SlurmArray:
 
     def _jobs(self) -> Iterator[tuple[list[str], str]]:
         """Yield the command and the script of the array, then those of the commit."""
-        yield self._sbatch(), self._parts_script()
-        yield self._sbatch(_ARRAY_ID), self._commit_script()
+        yield ["sbatch", "--parsable", *self._flags()], self._parts_script()
+        yield ["sbatch", "--parsable", *self._flags(_ARRAY_ID)], self._commit_script()
 
-    def _sbatch(self, after: str | None = None) -> list[str]:
+    def _flags(self, after: str | None = None) -> list[str]:
         # Options are here as well as in the script, which SBATCH_ACCOUNT and the like in the environment override.
         words = [word for option in self.options for word in shlex.split(option)]
-        return ["sbatch", "--parsable", *words, *([f"--dependency=afterok:{after}"] if after else [])]
+        return [*words, *([f"--dependency=afterok:{after}"] if after else [])]
 
     def _parts_script(self) -> str:
         """Return the batch script of the parts; a part that is killed is resumed, here or after a requeue."""
         pack = f'{_reshard(self.pack)} --part "$SLURM_ARRAY_TASK_ID/{self.num_parts}"'
         # Retried in the script: once a part has failed, Slurm never starts what depends on it.
         again = f"for attempt in 1 2 3; do\n  {pack}\n  code=$?; [ $code -gt 128 ] || break\ndone"
-        return self._script("reshard-pack", (f"--array=1-{self.num_parts}", "--requeue"), f"{again}\nexit $code")
+        return self._script(_PACK, (f"--array=1-{self.num_parts}", "--requeue"), f"{again}\nexit $code")
 
     def _commit_script(self) -> str:
         commit = ("commit", str(self.out), *(["--force"] if self.force else []))
-        return self._script("reshard-commit", ("--requeue",), f"exec {_reshard(commit)}")
+        return self._script(_COMMIT, ("--requeue",), f"exec {_reshard(commit)}")
 
     def _script(self, name: str, options: Sequence[str], command: str) -> str:
         ours = [f"--job-name={name}", *options, "--open-mode=append", f"--chdir={shlex.quote(working_folder())}"]
@@ -166,7 +181,8 @@ class IndexedJob:
 
     def submit(self) -> tuple[dict[str, Any], str]:
         """Submit the Job; return its name, `job.batch/NAME`, as the object that `--json` prints, and in a sentence."""
-        name = run_kubectl(["kubectl", "create", "-f", "-", "-o", "name"], self.text()).strip()
+        with submitting("kubectl get jobs", "kubectl delete job"):
+            name = run_kubectl(["kubectl", "create", "-f", "-", "-o", "name"], self.text()).strip()
         text = f"submitted {self.num_parts} parts and their commit as {name}"
         return {"version": 1, "num_parts": self.num_parts, "parts": {"job": name}}, text
 

@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
-from manifests.errors import UsageError
+from manifests.errors import UsageError, UserError
 from manifests.models.memory import MemoryEstimate
 from manifests.models.training import HostMemory
 from manifests.schedules.actions import Table
@@ -324,8 +324,12 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
         try:
             clear_state(job.log_dir)  # of the job before
             write_job_record(job.log_dir, record)
-        except BaseException:  # the next launch would not know of it
-            cluster.cancel(record, is_forced=False)
+        except BaseException as stopped:  # the next launch would not know of it
+            try:
+                cluster.cancel(record, is_forced=False)
+            except UserError as error:
+                hint = f"{scheduler} job {record.id} is submitted, and not on record: cancel it yourself"
+                raise error.changed(hint=hint) from stopped
             raise
     click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
     if follow:

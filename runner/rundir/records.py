@@ -132,7 +132,7 @@ class JobRecord:
     """A launched job: its scheduler, its id there, and the file of its output.
 
     The id of a local job is its process id; `host` and `birth` distinguish it from later processes with that id. A
-    JobSet's id is its name in `namespace`.
+    JobSet's id is its name in `namespace`, and `birth` its uid.
     """
 
     scheduler: str

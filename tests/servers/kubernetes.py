@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,7 +63,7 @@ class Kubernetes:
         if "jobsets" in words:
             if method == "POST":
                 job = json.loads(body)
-                job["metadata"]["namespace"] = NAMESPACE
+                job["metadata"] |= {"namespace": NAMESPACE, "uid": str(uuid.uuid4())}
                 return self.jobsets.setdefault(job["metadata"]["name"], {**job, "status": {}})
             take = self.jobsets.pop if method == "DELETE" else self.jobsets.get
             return take(words[-1], None)

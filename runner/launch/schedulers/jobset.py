@@ -17,7 +17,16 @@ from typing import Any
 
 import yaml
 
-from manifests.command.schedulers import ABSENT, MOUNT, MOUNT_FORM, literal, run_kubectl, said_by_kubectl, volumes_of
+from manifests.command.schedulers import (
+    ABSENT,
+    MOUNT,
+    MOUNT_FORM,
+    literal,
+    run_kubectl,
+    said_by_kubectl,
+    submitting,
+    volumes_of,
+)
 from manifests.errors import InputError, LaunchError, UsageError, UserError
 from runner.launch.decide import FINAL
 from runner.launch.job import Job, check_mounts, is_shown
@@ -77,18 +86,18 @@ def render(job: Job) -> str:
 
 def submit(job: Job) -> JobRecord:
     """Submit a job to Kubernetes."""
-    create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace}"]
-    namespace = run_kubectl(create, standard_input=render(job)).strip()
-    return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", namespace=namespace)
+    create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace} {.metadata.uid}"]
+    with submitting(f"kubectl get jobset {job.name}", f"kubectl delete jobset {job.name}"):
+        namespace, _, uid = run_kubectl(create, standard_input=render(job)).strip().partition(" ")
+    return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", birth=uid, namespace=namespace)
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
     """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a deleted JobSet."""
-    shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
-    if not shown.strip():
+    if (shown := _find(record)) is None:
         ended = read_state(log_dir)
         return JobState(word=ended.word if ended else "Forgotten", exit_code=code_of_state(ended))
-    conditions = json.loads(shown).get("status", {}).get("conditions", [])
+    conditions = shown.get("status", {}).get("conditions", [])
     true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
     word = next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running")
     return JobState(word=word, exit_code={"Completed": 0, "Failed": 5}.get(word))
@@ -104,9 +113,11 @@ def use_of(record: JobRecord, log_dir: Path) -> str | None:
 
 
 def cancel(record: JobRecord, *, is_forced: bool) -> bool:
-    """Delete a job."""
+    """Delete a job; another one of its name is not deleted."""
     if is_forced:
         raise refuse_force()
+    if _find(record) is None:
+        return False
     run_kubectl(["kubectl", "delete", "jobset", record.id, *_inside(record), "--ignore-not-found", "--wait=false"])
     return True
 
@@ -147,6 +158,14 @@ def follow_output(record: JobRecord, path: Path, show: Print, poll: Poll) -> int
         if code is not None:
             return code
         time.sleep(POLL_S)
+
+
+def _find(record: JobRecord) -> Mapping[str, Any] | None:
+    """Return what Kubernetes has of a job; None if it was deleted, whatever has its name now."""
+    shown = run_kubectl(["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o", "json"])
+    job: Mapping[str, Any] = json.loads(shown) if shown.strip() else {}
+    uid = job.get("metadata", {}).get("uid", "")
+    return job if job and record.birth in ("", uid) else None
 
 
 def _find_phases(record: JobRecord) -> list[str]:

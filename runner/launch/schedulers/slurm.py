@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manifests.command.interpreter import module_command
-from manifests.command.schedulers import run_slurm, working_folder
+from manifests.command.schedulers import run_slurm, submit_to_slurm, working_folder
 from manifests.errors import UsageError, UserError
 from runner.launch.job import Job, check_mounts
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force
@@ -56,7 +56,7 @@ def submit(job: Job) -> JobRecord:
     _check_nodes(job)
     # On its command line as well: SBATCH_ACCOUNT and others in the environment override the script.
     flags = [word for option in _options(job) for word in shlex.split(option)]
-    number = run_slurm(["sbatch", "--parsable", *flags], standard_input=script).strip().partition(";")[0]
+    number = submit_to_slurm(flags, script, job.name)
     return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
 
 

@@ -66,6 +66,29 @@ def test_sizes_reach_parts_as_they_are(source: Path, tmp_path: Path) -> None:
     assert reshard(*pack, "--part", "1/2").code == 0
 
 
+@pytest.mark.parametrize(
+    ("sbatch", "scancel", "code", "hint"),
+    [
+        ("echo queued", "", "launch.scheduler-silent", "squeue --me --name=reshard-pack"),
+        ("echo Socket timed out >&2; exit 1", "", "launch.scheduler-failed", "squeue --me --name=reshard-pack"),
+        ("echo Invalid account >&2; exit 1", "", "launch.scheduler-failed", ""),
+        ("[ $# = 3 ] && echo 7 || exit 1", "exit 0", "launch.scheduler-failed", ""),
+        ("[ $# = 3 ] && echo 7 || exit 1", "exit 1", "launch.scheduler-failed", "scancel 7"),
+    ],
+)
+def test_jobs_that_may_be_queued_all_the_same_are_named(
+    sbatch: str, scancel: str, code: str, hint: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, script in (("sbatch", sbatch), ("scancel", f'echo "$@" > {tmp_path}/cancelled; {scancel or "exit 9"}')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    error = reshard("pack", source, "--out", tmp_path / "out", *ASKED, "--json").json["error"]
+    assert error["code"] == code
+    assert hint in error["hint"] if hint else not error["hint"]
+    assert (tmp_path / "cancelled").exists() is bool(scancel)
+
+
 def pods(source: Path, *more: str) -> tuple[str | Path, ...]:
     asked = ("--layout", "pp=2", "--out", source.parent / "out", "--parts", "2", "--scheduler", "job")
     return ("pack", source, *asked, *more)

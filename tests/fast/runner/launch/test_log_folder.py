@@ -210,6 +210,25 @@ def test_names_that_are_not_utf_8_reach_the_script_as_they_are(place: Path, pack
     assert b"\nexport CORPUS='/data/caf\xe9'\n" in (place / "script").read_bytes()
 
 
+def test_job_of_which_sbatch_says_nothing_is_looked_for(
+    place: Path, packed: Path, wording: Callable[[str], None]
+) -> None:
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES")
+    put_program(place, "sbatch", "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    error = launch(packed, place / "log", "--name", "a job").exception
+    assert isinstance(error, UserError)
+    assert error.code == "launch.scheduler-failed"
+    wording(str(error))
+
+
+def test_job_that_can_be_neither_recorded_nor_cancelled_is_named(place: Path, packed: Path) -> None:
+    put_program(place, "scontrol", f"[ ! -e {place}/log/job.json ] || exit 1; echo PartitionName=main Default=YES")
+    put_program(place, "sbatch", f"/bin/mkdir {place}/log/job.json; echo 8")
+    error = launch(packed, place / "log").exception
+    assert isinstance(error, UserError)
+    assert "slurm job 8 is submitted, and not on record" in error.hint
+
+
 def test_job_that_cannot_be_recorded_is_cancelled(place: Path, packed: Path) -> None:
     put_program(place, "scontrol", "echo JobId=8 JobState=PENDING PartitionName=main Default=YES")
     put_program(place, "sbatch", f"/bin/mkdir {place}/log/job.json; echo 8")

@@ -80,6 +80,20 @@ def test_log_folder_of_a_job_that_runs_is_not_given_to_another(
     assert not (log / "state.json").exists()
 
 
+def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
+    cluster: Kubernetes, packed: Path, tmp_path: Path
+) -> None:
+    logs = tmp_path / "first", tmp_path / "second"
+    assert launch(packed, logs[0])[0] == 0
+    cluster.jobsets.clear()
+    assert launch(packed, logs[1])[0] == 0
+    assert [json.loads(runner("status", log, "--json").stdout)["state"] for log in logs] == ["Forgotten", "Running"]
+    assert runner("cancel", logs[0]).stdout == "jobset job tiny has ended already\n"
+    assert "tiny" in cluster.jobsets
+    assert runner("cancel", logs[1]).stdout == "cancelled jobset job tiny\n"
+    assert cluster.jobsets == {}
+
+
 def test_logs_without_kubectl_or_without_pods_are_a_sentence(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert launch(packed, log)[0] == 0
