@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeVar
@@ -9,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from manifests.command.neighbors import DTYPES
+from manifests.errors import UsageError
 
 T = TypeVar("T")
 _SAME: Any = object()
@@ -16,7 +18,16 @@ MOST = (1 << 31) - 1  # of whole numbers: no memory, table or clock needs more
 
 
 class Number(click.FloatRange):
+    """A number, neither infinite nor NaN, which no bounds exclude."""
+
     name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            where = param.opts[0] if param is not None else ""
+            raise UsageError(where, f"expected a finite number, found {number}", code="options.invalid-value")
+        return number
 
 
 class WholeNumber(click.IntRange):

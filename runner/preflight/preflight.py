@@ -246,10 +246,9 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         lines.append(f"the checkpoint has no learning rate: this run uses --lr {options.optim.lr}")
     if options.resume.restart_data and training is None:
         lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
-    if options.optim.decay == "constant" and "min_lr" in given_options.given and options.optim.min_lr:
-        lines.append(
-            f"--min-lr {options.optim.min_lr} is not used: with --decay constant the learning rate stays at --lr"
-        )
+    for name in ("min_lr", "decay_steps") if options.optim.decay == "constant" else ():
+        if name in given_options.given and (value := given_options.values[name]):
+            lines.append(f"{flag_of(name)} {value} is not used: with --decay constant the learning rate stays at --lr")
     taken = {} if training is None else remembered(training)
     shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, given_options)]
     if shown:

@@ -16,7 +16,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_small_file
 from runner.bundle.packed import opened
 from runner.config.command import BeforeTraining
-from runner.config.declared import WholeNumber
+from runner.config.declared import Number, WholeNumber
 from runner.config.flags import Device, parse_training, unwritten
 from runner.config.parallel_dims import DegreeOptions
 from runner.preflight.combinations import balance_flags
@@ -44,7 +44,7 @@ _GROUPS = {"Ranks": ("nnodes", "nproc_per_node"), "A dump": ("against", "toleran
     help="A dump to compare instead: tokens.safetensors, gradients*.safetensors and step.json.",
 )  # fmt: skip
 @click.option(
-    "--tolerance", type=click.FloatRange(min=0, min_open=True), metavar="X",
+    "--tolerance", type=Number(min=0, min_open=True), metavar="X",
     show_default="1e-5 in float32; in bfloat16 0.0039, or twice transformers' own error",
     help="With --against: difference to allow, relative to the largest element of a gradient.",
 )  # fmt: skip

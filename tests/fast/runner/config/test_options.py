@@ -32,6 +32,14 @@ def test_count_of_none_is_refused(flag: str) -> None:
     assert (error.value.where, error.value.code) == (flag, "usage.arguments")
 
 
+@pytest.mark.parametrize("flag", ["--lr", "--ema", "--z-loss", "--label-smoothing", "--router-bias-rate"])
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_number_that_is_not_finite_is_refused(flag: str, number: str) -> None:
+    with pytest.raises(UsageError) as error:
+        parse_training(["--data", "synthetic", flag, number])
+    assert error.value.where == flag
+
+
 @pytest.mark.parametrize(
     ("fields", "where", "code"),
     [

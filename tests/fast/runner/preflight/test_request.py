@@ -319,6 +319,7 @@ def noted(origin: Packed, *training: str, is_resumed: bool = False) -> list[str]
         (("--save", "s", "--lr", "0.1", "--min-lr", "1"), "--min-lr 1.0"),
         (("--save", "s", "--decay", "cosine", "--min-lr", "1e-5"), ""),
         (("--resume", "auto", "--checkpoint", "typo"), "--resume auto: typo"),
+        (("--save", "s", "--decay-steps", "9"), "--decay-steps 9"),
     ],
 )  # fmt: skip
 def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], flag: str, wording: Wording) -> None:
