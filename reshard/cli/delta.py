@@ -91,7 +91,8 @@ def apply(as_json: bool, quiet: bool, **arguments: Any) -> None:
 
     with options.progress("apply", quiet) as progress:
         done = apply_delta(**arguments, progress=progress)
-    options.print_result(quiet, as_json, lambda: _as_json(done), lambda: apply_text(done))
+    is_silent = quiet and not done.other_files
+    options.print_result(is_silent, as_json, lambda: _as_json(done), lambda: apply_text(done))
 
 
 @delta.command(cls=options.Verb)

@@ -21,6 +21,7 @@ from reshard.copy.destination import check_unchanged
 from reshard.copy.engine import WriteOptions, hash_tensors
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.delta.copies import check_copy
 from reshard.delta.switch import Work
 from reshard.formats.delta.chain import Chain, Version, decode_files, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
@@ -186,10 +187,13 @@ def _target(
         problem = f"is none of the states of {chain}: expected {newest.state} (version {newest.number}), found {state}"
         hint = "apply to an empty folder, or to one with the base of the chain"
         raise SourceError(present.location, problem, hint, code="source.other-base")
+    line = chain.line(number, after=before) if before < number else []
+    is_base = bool(line) and line[0].base == before and line[0].base_state in (None, state)
+    if (is_base or before == number) and before in chain.numbers:
+        check_copy(present, chain, before, line)
     if before == number:  # by its weights: other files may be those of another version
         return replace(present, auxiliary=auxiliary_at(present, chain, [version])), before
-    line = chain.line(number, after=before) if before < number else []
-    if line and line[0].base == before and line[0].base_state in (None, state):
+    if is_base:
         return follow(present, chain, [*line[:-1], version], scratch=scratch), before
     return open_version(chain, number, scratch=scratch), before
 
@@ -197,7 +201,7 @@ def _target(
 def _number_of(chain: Chain, state: str | None, number: int | None) -> int | None:
     """Return the version that has a state: the one of that number, if it does, or another one, or the base of one.
 
-    Versions of others record no states: the folder's number is taken as it is, and 0 in a chain of these alone.
+    Versions of others record no states: the folder's number is taken as it is, or else that of their base.
     """
     if number in chain.numbers and chain.version(number).state == state:
         return number
@@ -208,7 +212,9 @@ def _number_of(chain: Chain, state: str | None, number: int | None) -> int | Non
         if version.base_state == state:
             return version.base
     unrecorded = [version.number for version in versions if (version.state, version.base_state) == (None, None)]
-    return (number or 0) if number in unrecorded or len(unrecorded) == len(versions) else None
+    if number in unrecorded or len(unrecorded) == len(versions):
+        return number or 0
+    return versions[0].base if number is None and versions[0].base_state is None else None
 
 
 def _plan(

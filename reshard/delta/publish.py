@@ -28,6 +28,7 @@ from reshard.copy.destination import FolderTarget, Target, check_apart, check_un
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.delta.copies import check_copy
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import Encoder, check_packages
@@ -220,6 +221,8 @@ class _Publisher:
         auxiliary = _auxiliary(new)
         digests = {item.path: item.digest or digest_bytes(read_whole(item.file)) for item in auxiliary}
         present = {item.path: item.digest or digest_bytes(read_whole(item.file)) for item in _auxiliary(old)}
+        if head is not None and (files := chain.files(head.number)) is not None:
+            present = dict(present.items() & files.items())  # a copy may have others
         changed = [difference for difference in differences.values() if difference.stored is not None]
         result = PublishResult(
             location=str(self.place),
@@ -345,6 +348,7 @@ def _old_state(chain: Chain, base: str | Path | None) -> Checkpoint | None:
         return copy
     head = chain.numbers[-1]
     if copy is not None and not chain.line(head)[0].is_full:
+        check_copy(copy, chain, head)
         return copy
     newest = open_version(chain, head)
     if copy is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from manifests.digest import split_digests
 from manifests.errors import SourceError
+from manifests.invariants import SOURCE_FILES
 from manifests.safetensors import DIGESTS_KEY
 from manifests.schema import Source
 from reshard.copy.engine import hash_tensors
@@ -179,11 +180,11 @@ def with_all_digests(checkpoint: Checkpoint) -> Checkpoint:
 def auxiliary_at(base: Checkpoint, chain: Chain, versions: Sequence[Version]) -> tuple[AuxiliaryAt, ...]:
     """Return the auxiliary files of the last of these: those of the base, or of the last version that has others.
 
-    Versions of slime's list none, and have those of the version before.
+    Versions of slime's list none, and have those of the version before, but for digests of its files.
     """
     files = next((version.files for version in reversed(versions) if version.files is not None), None)
     if files is None:
-        return base.auxiliary
+        return tuple(item for item in base.auxiliary if not item.path.startswith(SOURCE_FILES))
     items = {item.path: item for item in base.auxiliary if item.path in files}
     for path, digest in files.items():
         if path not in items or items[path].digest != digest:
