@@ -137,7 +137,8 @@ def estimate_memory(
             for module in modules
         }
         weights, gradients, optimizer = _state_nbytes(shape, training, sizes, modules, followers)
-        temporary.append(_temporary([costs[module] for module in modules], is_split=stage in split))
+        on_stage = [costs[module] for module in modules]
+        temporary.append((_temporary(on_stage, is_split=False), _temporary(on_stage, is_split=stage in split)))
         in_step.append(_step_nbytes(shape, led, training))
         borrowed, embeds = count_borrowed(shape, modules, sizes), placement.rank_of(stage) == placement.rank_of(0)
         by_stage.append(
@@ -148,7 +149,7 @@ def estimate_memory(
                 activations=peaks[stage],
                 receive_buffers=boundary * (received.stages[stage] + sent[stage]),
                 # The optimizer steps when no activations are left.
-                temporary=max(temporary[stage], in_step[stage] - peaks[stage]),
+                temporary=max(temporary[stage][1], in_step[stage] - peaks[stage]),
             )
         )
     by_rank = []

@@ -21,12 +21,12 @@ def peak_held(
     table: Table,
     stage_sizes: Sequence[int],
     delayed_sizes: Sequence[int] | None = None,
-    temporary_sizes: Sequence[int] | None = None,
+    temporary_sizes: Sequence[tuple[int, int]] | None = None,
 ) -> tuple[int, ...]:
     """Return each rank's peak, where a microbatch in flight on stage i takes `stage_sizes[i]`.
 
     A microbatch is in flight on a stage from the start of its F to the end of its B or W. From the start of its I to
-    the end of its W it takes `delayed_sizes[i]` more, and `temporary_sizes[i]` during its B, I and W.
+    the end of its W it takes `delayed_sizes[i]` more; `temporary_sizes[i]` are during its B, and during its I and W.
     """
     rows = [[action for step in steps for action in actions_of(step)] for steps in table.ranks]
     return _peaks(rows, stage_sizes, delayed_sizes, temporary_sizes)
@@ -86,9 +86,9 @@ def _peaks(
     rows: Iterable[Iterable[Action]],
     sizes: Sequence[int],
     delayed_sizes: Sequence[int] | None,
-    temporary_sizes: Sequence[int] | None,
+    temporary_sizes: Sequence[tuple[int, int]] | None,
 ) -> tuple[int, ...]:
-    delayed, temporary = delayed_sizes or [0] * len(sizes), temporary_sizes or [0] * len(sizes)
+    delayed, temporary = delayed_sizes or [0] * len(sizes), temporary_sizes or [(0, 0)] * len(sizes)
     peaks = []
     for actions in rows:
         size = peak = 0
@@ -99,7 +99,7 @@ def _peaks(
                 continue
             if kind == "I":
                 size += delayed[stage]
-            peak = max(peak, size + temporary[stage])
+            peak = max(peak, size + temporary[stage][kind != "B"])
             if kind != "I":
                 size -= sizes[stage] + (delayed[stage] if kind == "W" else 0)
         peaks.append(peak)

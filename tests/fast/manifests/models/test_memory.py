@@ -307,6 +307,28 @@ def test_split_backward_has_what_it_recomputed_and_the_gradients_of_weights_resu
     assert full[0].activations == 4 * FP32.num_tokens * width  # W does the whole backward of the first stage
 
 
+def test_whole_backwards_of_a_stage_that_splits_another_one_recompute_in_the_same_memory() -> None:
+    shape, count = model_shape(read_config("tiny-llama", num_hidden_layers=4)), 65
+    layers = [tuple(f"model.layers.{2 * stage + number}" for number in (0, 1)) for stage in (0, 1)]
+    kinds = dict.fromkeys(range(count), "B")
+    peaks = []
+    for last in ("B", "IW"):  # of a microbatch after all others, which are in memory together
+        kinds[count - 1] = last
+        groups = [range(count - 1), range(count - 1, count)]
+        ranks = tuple(
+            tuple(
+                Action(stage=stage, kind=kind, microbatch=number)  # type: ignore[arg-type]
+                for group in groups
+                for number, kind in (*((n, "F") for n in group), *((n, part) for n in group for part in kinds[n]))
+            )
+            for stage in (0, 1)
+        )
+        table = Table(placement=TWO, num_microbatches=count, ranks=ranks)
+        memory = estimate_memory(shape, layers, table, replace(FP32, recompute="full")).ranks[1]
+        peaks.append(memory.activations + memory.temporary)
+    assert peaks[0] == peaks[1]
+
+
 def test_tied_weight_is_one_on_its_rank_with_a_gradient_for_each_name() -> None:
     shape = model_shape(read_config("tiny-llama", tie_word_embeddings=True))
     embedding = 96 * 32

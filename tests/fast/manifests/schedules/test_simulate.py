@@ -106,8 +106,9 @@ def test_peak_held_weighs_stages_and_keeps_a_microbatch_until_its_w() -> None:
     table = table_of(placed(1, 2), 2, "0F0 1F0 1I0 0I0 0F1 1W0 0W0 1F1 1B1 0B1")
     assert peak_held(table, (10, 1)) == (21,)
     assert peak_held(table, (10, 1), (5, 100)) == (126,)  # more from I to W
-    assert peak_held(table, (10, 1), None, (0, 50)) == (71,)  # where both are held
-    assert peak_held(table, (10, 1), None, (2, 3)) == (24,)
+    assert peak_held(table, (10, 1), None, ((0, 0), (50, 50))) == (71,)  # where both are held
+    assert peak_held(table, (10, 1), None, ((2, 2), (3, 3))) == (24,)
+    assert peak_held(table, (10, 1), None, ((0, 0), (50, 0))) == (61,)  # during its B
     assert peak_held_by_stage(table, (10, 1), (5, 100)) == (25, 101)
     assert in_flight(table) == (2, 1)
 
