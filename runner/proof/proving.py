@@ -157,7 +157,7 @@ def _digest(run: Combination, config: Mapping[str, Any]) -> str:
     options = run.options
     facts = (run.stages, run.timetable, run.degrees, run.has_documents, run.batch, options.compute, options.optim,
              options.balance, options.degrees.context_method, options.lora, options.train_only, options.loss,
-             versions(), _code())  # fmt: skip
+             options.batch.seq_len, versions(), _code())  # fmt: skip
     return digest_bytes(f"{json.dumps(config, sort_keys=True, default=str)} {facts}".encode())
 
 

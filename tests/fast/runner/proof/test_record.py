@@ -45,11 +45,14 @@ def test_a_restart_of_the_same_combination_is_not_proven_again(
     assert kept is not None
     assert kept["self_check"]["gradient"] <= 1e-5
     assert kept["launches"] == RUN["launches"]
+    longer = replace(run, options=replace(run.options, batch=replace(run.options.batch, seq_len=4096)))
+    prove_once(longer, {"hidden_size": 64}, tmp_path, is_kept=True)  # by which a RoPE may have other frequencies
+    assert len(proven) == 2
     prove_once(run, {"hidden_size": 128}, tmp_path, is_kept=True)
     other = replace(run, options=replace(run.options, compute=replace(run.options.compute, recompute="full")))
     prove_once(other, {"hidden_size": 128}, tmp_path, is_kept=True)
     prove_once(other, {"hidden_size": 128}, tmp_path, is_kept=False)
-    assert len(proven) == 4
+    assert len(proven) == 5
 
 
 def test_without_a_record_every_launch_is_proven(run: Combination, proven: list[Combination], tmp_path: Path) -> None:
