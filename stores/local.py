@@ -15,12 +15,20 @@ from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
 
 
 class _State(NamedTuple):
-    """Changes when a file is written or replaced, even if its mtime is restored."""
+    """Changes when a file is written or replaced, even if its mtime is restored.
+
+    Not by new and removed links to it, which change its ctime, too: later checkpoints of a run link to shards.
+    """
 
     nbytes: int
     mtime_ns: int
-    ctime_ns: int
     inode: int
+    ctime_ns: int
+    num_links: int
+
+    def is_same(self, other: _State) -> bool:
+        is_linked = max(self.num_links, other.num_links) > 1
+        return self[:3] == other[:3] and (is_linked or self.ctime_ns == other.ctime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,7 @@ class LocalFile:
 
     def check_unchanged(self) -> None:
         """Check that the file is unchanged since the first access."""
-        if _state_of(self.path) != self._first():
+        if not self._first().is_same(_state_of(self.path)):
             raise _changed(self.path)
 
     def _first(self) -> _State:
@@ -112,7 +120,7 @@ class LocalReader:
         os.close(self._descriptor)
 
     def _check(self) -> None:
-        if self._expected is not None and self.state() != self._expected:
+        if self._expected is not None and not self._expected.is_same(self.state()):
             raise _changed(self._path)
 
 
@@ -186,7 +194,7 @@ def _state_of(path: Path) -> _State:
 
 
 def _in_short(status: os.stat_result) -> _State:
-    return _State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+    return _State(status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns, status.st_nlink)
 
 
 def _changed(path: Path) -> InputError:

@@ -165,6 +165,19 @@ def test_source_may_be_read_by_others_meanwhile(source: Path, tmp_path: Path) ->
     assert reshard("verify", tmp_path / "out", "--against", source).code == 0
 
 
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_links_that_a_run_makes_and_prunes_meanwhile_do_not_change_a_shard(
+    is_linked: bool, source: Path, tmp_path: Path
+) -> None:
+    shard, link = source / "model-00002-of-00002.safetensors", tmp_path / "link"
+    if is_linked:
+        link.hardlink_to(shard)
+    act = after_a_block(link.unlink if is_linked else lambda: link.hardlink_to(shard))
+    checkpoint = open_source(str(source))
+    write_bundles(checkpoint, laid_out(checkpoint), PackOptions(out=tmp_path / "out", write=act))
+    assert reshard("verify", tmp_path / "out", "--against", source).code == 0
+
+
 def restore(changed: Path, before: bytes, packed: Path, source: Path) -> None:
     """Put a file's bytes back, and pack it again where it is pinned."""
     changed.write_bytes(before)
