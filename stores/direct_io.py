@@ -65,8 +65,12 @@ class OutputFile:
             self.close()
 
     def sync(self) -> None:
-        """Flush what was written to disk."""
-        os.fsync(self._buffered)
+        """Flush what was written to disk; if that fails, discard it: it would be read as if it were there."""
+        try:
+            os.fsync(self._buffered)
+        except OSError:
+            os.truncate(self._buffered, 0)
+            raise
         self._let_go(0, 0)
 
     def close(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 from pathlib import Path
 
 import pytest
 
-from stores.direct_io import SequentialFile, aligned_buffer
+from stores.direct_io import OutputFile, SequentialFile, aligned_buffer
 
 SECTOR_NBYTES = max(4096, mmap.PAGESIZE)
 
@@ -39,3 +41,17 @@ def test_long_part_in_whole_sectors_is_written_from_where_it_is(tmp_path: Path) 
     assert in_file[SECTOR_NBYTES:] == bytes(part[:-8]) + bytes(8)  # its end, less than a sector, is in a block
     file.finish(b"head")
     assert (tmp_path / "file").read_bytes()[SECTOR_NBYTES:] == bytes(part)
+
+
+def test_what_cannot_be_brought_to_disk_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux tells of a page that was not written once, and then has it in its cache as if it were on disk."""
+
+    def fails(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = OutputFile(tmp_path / "file", 8, "buffered", is_synced=True)
+    file.write(memoryview(b"contents"), 0, 8, 0)
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        file.finish(b"head", sync=True)
+    assert (tmp_path / "file").read_bytes() == b""
