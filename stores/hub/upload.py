@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_session
 from huggingface_hub.errors import HfHubHTTPError
@@ -137,8 +138,8 @@ def open_upload(address: HubAddress, *, is_public: bool, retries: Retries | None
 
 def staging_folder(address: HubAddress) -> Path:
     """Return the folder in which to prepare an upload: below HF_HOME, the same one for each run."""
-    name = "--".join((*address.repo.split("/"), *([address.revision.replace("/", "-")] if address.revision else [])))
-    return Path(constants.HF_HOME) / "reshard" / name
+    branch = f"@{quote(address.revision, safe='')}" if address.revision else ""
+    return Path(constants.HF_HOME) / "reshard" / f"{address.repo.replace('/', '--')}{branch}"
 
 
 @contextmanager

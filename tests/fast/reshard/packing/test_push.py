@@ -297,6 +297,16 @@ def test_pack_to_the_hub_is_the_pack_of_the_folder(hub: Hub, packed: Path, tmp_p
     assert refusal("pack", source, "--layout", "pp=2", "--virtual", "--out", place).found[:2] == (2, "options.conflict")
 
 
+def test_packs_to_branches_of_similar_names_are_kept_apart(hub: Hub, packed: Path) -> None:
+    """Otherwise the command in the first error would push the second model."""
+    folders = []
+    for branch, layout in (("x/y", "pp=2"), ("x-y", "pp=1")):
+        hub.fail("/commit/", method="POST", status=400, body=b"{}")
+        error = refusal("pack", packed.parent / "source", "--layout", layout, "--out", f"hf://{NAME}@{branch}")
+        folders.append(error.text.partition("reshard push ")[2].split()[0])
+    assert [num_shards(Path(folder)) for folder in folders] == [num_shards(packed), 1]
+
+
 @pytest.mark.parametrize(
     "own",
     [
