@@ -10,9 +10,10 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest
 from manifests.command.sizes import show_bytes
-from manifests.errors import ManifestError, OutputError, Parameter, StoreError, UsageError, UserError
-from manifests.index import ADAPTER_NAMES, INDEX_NAME, SIGNATURE_NAME
+from manifests.errors import ManifestError, OutputError, Parameter, SourceError, StoreError, UsageError, UserError
+from manifests.index import ADAPTER_NAMES, INDEX_NAME, SIGNATURE_NAME, is_consulted, is_weights
 from manifests.invariants import MANIFEST_NAME
+from manifests.models.config import CONFIG_NAME
 from manifests.paths import is_in_stage_folder
 from manifests.schema import MODEL_CARD_NAME, Manifest, Source
 from reshard.checks.verify import VerifyOptions, verify_manifest
@@ -97,8 +98,8 @@ def push_folder(
 ) -> PushResult:
     """Upload a folder to an address that is parsed, as `push` does.
 
-    Files of the repository that belong to another model (those of its manifest, and weights and indexes that readers
-    would mix in) are removed; others are kept.
+    Files of the repository that belong to another model (those of its manifest or, without one, what readers look for
+    beside config.json; and weights and indexes that readers would mix in) are removed; others are kept.
     """
     read = open_manifest(folder)
     manifest, digest = read.manifest, read.digest
@@ -196,9 +197,10 @@ def _card(folder: LocalFolder, head: HubFolder, section: str, manifest: Manifest
 def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
     """Return the files of a repository that belong to another model, and would be mixed with the new one."""
     names = set(head.names())
-    owned: set[str] = set()
+    # No manifest says what is of a model that others have uploaded: all that readers would take for the new one's.
+    owned = {name for name in names if is_consulted(name) and not is_weights(name)} if CONFIG_NAME in names else set()
     if MANIFEST_NAME in names:
-        with suppress(ManifestError):  # of another version, or not ours
+        with suppress(ManifestError, SourceError):  # of another version, or not ours
             owned = set(files_in(decode_manifest(read_whole(head.file(MANIFEST_NAME)))))
     stale = {name for name in names if name in owned or _is_weights(name)} - wanted - {MODEL_CARD_NAME}
     return tuple(sorted(stale))

@@ -185,6 +185,23 @@ def test_another_model_is_replaced_with_force_alone_and_files_of_no_model_are_ke
     assert hub.files(NAME).keys() == {*files_in(packed), *kept, ".gitattributes", "README.md"}
 
 
+def test_model_that_others_uploaded_leaves_nothing_that_readers_take_for_the_new_one(hub: Hub, packed: Path) -> None:
+    read = {"config.json": b"{}", "tokenizer.model": b"old", "chat_template.jinja": b"old", "modeling_old.py": b"old"}
+    kept = {"LICENSE": b"MIT", "tiny-q4.gguf": b"beside", "original/params.json": b"{}"}
+    hub.push(NAME, read | kept | {"model.safetensors": b"old"}, private=True)
+    assert refusal("push", packed, NAME).found == (3, "output.exists", f"hf://{NAME}")
+    done = reshard("push", packed, NAME, "--force", "--json").json
+    assert set(done["removed"]) == {"model.safetensors", *read} - {"config.json"}
+    assert hub.files(NAME).keys() == {*files_in(packed), *kept, "README.md"}
+
+
+@pytest.mark.parametrize("manifest", [b"[]", b"{}"])
+def test_manifest_of_another_program_does_not_prevent_a_push(hub: Hub, packed: Path, manifest: bytes) -> None:
+    hub.push(NAME, {"manifest.json": manifest}, private=True)
+    assert refusal("push", packed, NAME).found == (3, "output.exists", f"hf://{NAME}")
+    assert reshard("push", packed, NAME, "--force").code == 0
+
+
 def test_new_branch_replaces_nothing_of_the_main_branch(hub: Hub, tmp_path: Path, packed: Path) -> None:
     assert reshard("push", packed, NAME).code == 0
     main = hub.files(NAME)
