@@ -174,7 +174,7 @@ def module_ranges(modules: Iterable[str]) -> tuple[str, ...]:
     """Shorten runs of numbered names: `model.layers.0`, ..., `model.layers.7` to `model.layers.0-7`."""
     runs: list[tuple[str, int, int]] = []  # prefix or whole name, first and last number or -1
     for name in modules:
-        numbered = re.fullmatch(r"(.*\.)(0|[1-9][0-9]*)", name)
+        numbered = re.fullmatch(r"(.*\.)(0|[1-9][0-9]{0,8})", name)
         prefix, number = (numbered[1], int(numbered[2])) if numbered else (name, -1)
         if runs and numbered and runs[-1][0] == prefix and runs[-1][2] + 1 == number:
             runs[-1] = (prefix, runs[-1][1], number)

@@ -280,6 +280,7 @@ _BEFORE = re.compile(r"emb|wte|wpe|tok|pos|vis|image|audio|patch|proj_in|project
 _EMBEDDING = re.compile(r"tok|word|wte|embed|emb")
 _HEAD = re.compile(r"head|logits|unembed|output|to_vocab")
 _TOWER = re.compile(r"vis|image|audio|speech|enc")  # not a decoder's layers, as far as a name tells
+_NUMBER = re.compile(r"[0-9]{1,9}")
 _MOST_MODULES = 12  # listed; a longer list is cut short
 
 
@@ -328,7 +329,7 @@ def _lists_of(names: Collection[str]) -> dict[str, int]:
     numbers: dict[str, set[int]] = {}
     for name in names:
         words = name.split(".")
-        at = next((at for at, word in enumerate(words[:-1]) if at and word.isdecimal()), None)
+        at = next((at for at, word in enumerate(words[:-1]) if at and _NUMBER.fullmatch(word)), None)
         if at is not None:
             numbers.setdefault(".".join(words[:at]), set()).add(int(words[at]))
     return {name: len(indices) for name, indices in numbers.items() if max(indices) + 1 == len(indices)}

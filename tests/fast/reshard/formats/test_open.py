@@ -118,6 +118,13 @@ def test_config_without_an_architecture_is_named_by_the_file(tmp_path: Path) -> 
     assert ended.refusal[1] == "config.unsupported-architecture"
 
 
+def test_number_of_thousands_of_digits_in_a_name_is_no_layer(tmp_path: Path) -> None:
+    write_own(tmp_path / "source", renamed(random_tensors(llama_config()), ("layers.3.", f"layers.{'9' * 5000}.")))
+    refused = refusal("plan", tmp_path / "source", "--layout", "pp=2")
+    assert refused.found[:2] == (3, "config.unsupported-architecture")
+    assert 'layers = "model.layers"  # 3 layers' in refused.text
+
+
 @pytest.mark.parametrize(("change", "config"), GUESSED, ids=["tied", "renamed"])
 def test_refusal_of_an_unknown_architecture_has_a_file_that_packs_it(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],

@@ -67,6 +67,11 @@ def test_layouts_have_the_modules_of_the_models_config():
     ]
 
 
+def test_modules_are_shown_whatever_their_numbers_are():
+    names = ["layers.7", "layers.8", f"layers.{'9' * 5000}", "layers.٣"]
+    assert compress_modules(names) == ", ".join(["layers.7-8", *names[2:]])
+
+
 WORDS = [
     *("pp=", "vpp=", "style=v", "first=", "last=", "layers-per-stage=", "balance:"),
     *("params", "layers.1", "model.norm", "lm_head", "schedule=", "DualPipeV", "pin=", "@", "limit=", "GB"),
