@@ -189,9 +189,9 @@ def _remove_judged(path: Path, descriptor: int) -> None:
 
 def _read(descriptor: int) -> _Owner | None:
     try:
-        fields = json.loads(os.pread(descriptor, 1 << 16, 0))
-        return _Owner(**{**fields, "pid": int(fields["pid"])})
-    except (ValueError, TypeError, KeyError):
+        texts = {name: str(value) for name, value in json.loads(os.pread(descriptor, 1 << 16, 0)).items()}
+        return _Owner(pid=int(texts.pop("pid")), **texts)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

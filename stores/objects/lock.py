@@ -150,7 +150,7 @@ class CompletedObjects:
             texts = {name: str(process[name]) for name in ("host", "birth", "namespace")}
             progress._process = Process(pid=int(process["pid"]), **texts)
             progress._objects = {str(name): (int(size), str(etag)) for name, (size, etag) in record["objects"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             return None
         return progress
 

@@ -99,7 +99,9 @@ def test_objects_that_are_completed_during_a_write_are_in_the_next_one(fails: bo
     assert json.loads(bucket.written[-1])["objects"].keys() == {"0", "1", "2", "3"}
 
 
-@pytest.mark.parametrize("process", [{"pid": 3}, {"pid": 3, "birth": None, "host": 1, "namespace": []}, [], None])
+@pytest.mark.parametrize(
+    "process", [{"pid": 3}, {"pid": 3, "birth": None, "host": 1, "namespace": []}, {"pid": 1e400}, [], None]
+)
 def test_damaged_process_of_a_record_is_no_process_that_has_exited(process: object) -> None:
     claim = digest_bytes(b"lock")
     record = {

@@ -155,6 +155,14 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
         pass
 
 
+@pytest.mark.parametrize("damage", [{"pid": 1e400}, {"birth": None}, {"host": []}, "[" * 60_000, "[]", ""], ids=str)
+def test_damaged_claim_is_taken_over(damage: dict[str, object] | str, tmp_path: Path) -> None:
+    path = tmp_path / "claim"
+    path.write_text(damage) if isinstance(damage, str) else record(path, **damage)
+    with locking(path, "place", "took over", stale_s=0.1):
+        pass
+
+
 def test_two_launches_into_one_log_folder_at_once_start_one_job(packed_alone: Path, tmp_path: Path) -> None:
     words = ["launch", str(packed_alone), "--log-dir", str(tmp_path / "log"), "--", *SMALL, "--steps", "2"]
     with ThreadPoolExecutor(2) as pool:
