@@ -47,7 +47,8 @@ class Process:
     def is_local(self) -> bool:
         """Whether it can be looked up by its PID."""
         boot, _, _ = (birth_of(os.getpid()) or "").partition(" ")
-        return bool(boot) and self.birth.partition(" ")[0] == boot and self.namespace == pid_namespace()
+        is_here = bool(boot) and self.birth.partition(" ")[0] == boot and self.namespace == pid_namespace()
+        return is_here and not _is_hidden(self.pid)
 
     @property
     def is_alive(self) -> bool:
@@ -70,6 +71,17 @@ def birth_of(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in "ZX" else f"{boot} {fields[18]}"
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether a process of another user is running that /proc does not show; see `hidepid` in proc(5)."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return not os.access(f"/proc/{pid}/stat", os.R_OK)
+    except (ProcessLookupError, OverflowError):
+        pass
+    return False
 
 
 def pid_namespace() -> str:

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -153,6 +154,23 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
     record(tmp_path / "claim", pid=mine.pid, birth=f"{mine.birth.split()[0]} 1", namespace=mine.namespace)
     with locking(tmp_path / "claim", "place", "took over"):
         pass
+
+
+def test_claim_of_another_user_whose_processes_are_hidden_is_kept() -> None:
+    """As on login nodes, whose /proc is mounted with hidepid=2."""
+    hidden = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"'
+    hiding = ["unshare", "-m", "sh", "-c", hidden, "sh"]
+    tried = subprocess.run([*hiding, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"NOT TESTED: hidden processes. This user may not mount /proc: {tried.stderr.strip()}")
+    with TemporaryDirectory() as folder:
+        os.chmod(folder, 0o777)
+        path = Path(folder) / "claim"
+        with locking(path, "place", "holds it"):
+            path.chmod(0o666)
+            command = [*hiding, sys.executable, "-c", HOLD, path]
+            other = subprocess.run(command, cwd=ROOT, input="\n\n", capture_output=True, text=True, timeout=60)
+            assert other.stdout.startswith(f"launch.folder-in-use process {os.getpid()} on ")
 
 
 @pytest.mark.parametrize("damage", [{"pid": 1e400}, {"birth": None}, {"host": []}, "[" * 60_000, "[]", ""], ids=str)
