@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from manifests.errors import UsageError
 from manifests.models import module_of
 from manifests.models.mtp import layer_number
 from runner.data.rows import IGNORED
@@ -47,11 +48,22 @@ class StageChunk(nn.Module):
         return self.io.outputs.pack(self._run(self.io.inputs.unpack(arrived), context), arrived)
 
     def freeze(self, trains: Callable[[str], bool]) -> None:
-        """Train only the parameters of which it is true for one of the tensors that files have."""
+        """Train only the parameters of which it is true.
+
+        Raises:
+            UsageError: it is true of some of the tensors of files that are one parameter.
+        """
         for name, parameter in self.body.named_parameters():
-            if not any(map(trains, self._fqns_of(name, parameter))):
+            fqns = self._fqns_of(name, parameter)
+            trained = [fqn for fqn in fqns if trains(fqn)]
+            if not trained:
                 self.frozen |= {name}
                 parameter.requires_grad_(False)
+            elif len(trained) < len(fqns):
+                other = next(fqn for fqn in fqns if fqn not in trained)
+                problem = f"matches {trained[0]}, and not {other}, which is one parameter with it"
+                hint = "match all tensors of a parameter, such as gate_proj and up_proj of all experts of a layer"
+                raise UsageError("--train-only", problem, hint, code="options.train-only")
 
     def frozen_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return the dtypes that files have of frozen parameters, by name; `stored` are those of tensors, by FQN."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_io import FormError, StageIO, form_of
 from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from tests.fast.manifests.models import built
 from tests.fast.runner.models.test_families import LLAMA
 from tests.fast.runner.tiny import fill, padded_batch, read_config, save_model, split_evenly
 
@@ -89,6 +91,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     save_model(path, num_hidden_layers=2)
     return path
+
+
+@pytest.mark.parametrize("pattern", [r"experts\.3\.", "up_proj"])
+def test_one_expert_of_those_in_one_parameter_is_not_trained_alone(
+    pattern: str, wording: Callable[[str], None]
+) -> None:
+    family = family_for(built.read_config("tiny-qwen3-moe"), max_seq_len=8)
+    (chunk,) = build_chunks(family, (family.modules,), (0,))
+    with pytest.raises(UsageError) as error:
+        chunk.freeze(lambda fqn: re.search(pattern, fqn) is not None)
+    assert (error.value.where, error.value.code) == ("--train-only", "options.train-only")
+    wording(str(error.value))
+    (chunk,) = build_chunks(family, (family.modules,), (0,))
+    chunk.freeze(lambda fqn: ".experts." in fqn or "down_proj" in fqn)
+    assert all("experts" in fqn or "down_proj" in fqn for fqn in chunk.trained_fqns())
 
 
 def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(folder: Path) -> None:
