@@ -58,6 +58,26 @@ def test_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
     assert {command: problem for command in shown if (problem := unknown_in(command))} == {}
 
 
+OF_OTHERS = {
+    "--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "--help", "--inject", "--load-format", "--mem",
+    "--use-distributed-optimizer",
+}  # fmt: skip
+
+
+def test_flags_of_errors_exist() -> None:
+    groups = [(group, click.Context(group)) for group in (reshard, runner, reshard.commands["delta"])]
+    verbs = [group.get_command(context, name) for group, context in groups for name in group.list_commands(context)]
+    params = [param for command in (*verbs, training_command) if command for param in command.params]
+    flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)} | OF_OTHERS
+    named = {
+        (path.name, flag)
+        for path in (ROOT / "docs" / "errors").glob("*.toml")
+        for flag in re.findall(r"--[a-z0-9]+(?:-[a-z0-9]+)*", path.read_text())
+    }
+    assert {flag for _, flag in named} >= {"--tokenized", "--part"}
+    assert [(page, flag) for page, flag in sorted(named) if flag not in flags] == []
+
+
 @pytest.mark.parametrize(
     "command",
     ["reshard pck x", "reshard pack x --layuot pp=2", "runner launch x -- --stepps 3", "runner launch --nnode"],
