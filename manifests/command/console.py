@@ -29,10 +29,6 @@ _TRAINING_FLAGS = (
 _SIMULATION_FLAGS = (
     "simulate-io", "store-gbit", "stream-mb-s", "latency-ms", "streams", "link-gbit", "disk-gb-s", "ranks-per-node",
 )  # fmt: skip
-_OF_PATHS = frozenset((
-    "--against", "--base", "--chain", "--checkpoint", "--data", "--draw", "--eval-data", "--from-run", "--job",
-    "--log-dir", "--out", "--publish", "--save",
-))  # fmt: skip
 # What was removed, as it was typed, and what to use instead.
 MOVED = {
     "--allow-remote": "manifests refer to the hub, buckets and folders only, which need no consent",
@@ -124,16 +120,15 @@ def run_cli(
 
 
 def _refuse_empty(words: Sequence[str]) -> None:
-    """Refuse an empty path, as a shell writes `--out "$OUT"` where the variable is not set: it would be the folder .
+    """Refuse an empty word, as a shell writes `--out "$OUT"` where the variable is not set.
 
-    So would an empty argument that follows no flag.
+    It would be the folder ., a pattern that matches all, or the default.
     """
     for word, following in pairwise((*words, "-")):
         flag, joined, value = word.partition("=")
-        is_argument = not following and not word.startswith("-")
-        if is_argument or (flag in _OF_PATHS and not (value if joined else following)):
+        if not following or (joined and not value and flag.startswith("--")):
             problem, hint = "expects a value, found none", "give one; if it is a variable's, the variable is not set"
-            where = f"the argument after {word}" if is_argument else flag
+            where = flag if word.startswith("-") else f"the argument after {word}"
             raise UsageError(where, problem, hint, code="usage.arguments")
 
 

@@ -134,6 +134,13 @@ def check_assumptions(assumed: Assumptions) -> None:
     if not isinstance(assumed, Assumptions):
         problem = f"expected reshard.Assumptions, found {str(assumed)[:80]}"
         raise UsageError(Parameter("assumed"), problem, code="options.invalid-value")
+    for field, text in (("schedule", assumed.schedule or ""), ("optimizer", assumed.optimizer)):
+        if not isinstance(text, str):
+            problem = f"expected text, found {str(text)[:80]!r}"
+            raise UsageError(Parameter(f"assumed.{field}"), problem, code="options.invalid-value")
+    if not 0 <= assumed.ema < 1:  # nan, too
+        problem = f"expected a number >= 0 and < 1, found {assumed.ema}"
+        raise UsageError(Parameter("assumed.ema"), problem, code="options.invalid-value")
     check_choice(Parameter("assumed.dtype"), assumed.dtype, get_args(TrainingDtype))
     if assumed.master_dtype is not None:
         check_choice(Parameter("assumed.master_dtype"), assumed.master_dtype, get_args(TrainingDtype))

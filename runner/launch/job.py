@@ -134,6 +134,8 @@ def read_job_file(path: Path, kinds: Mapping[str, FlagKind]) -> dict[str, Any]:
             raise _bad_job_file(f"{path}: {key}", "is not a flag of runner launch", hint)
         values[key.replace("-", "_")] = _value_of(value, kinds[key], f"{path}: {key}")
     words = {f"--{key}": _words(key, value, f"{path}: training.{key}") for key, value in training.items()}
+    if empty := next((flag for flag, of_flag in words.items() if "" in of_flag), None):
+        raise _bad_job_file(f"{path}: training.{empty[2:]}", "expected a value, found an empty text", "leave it out")
     return {**values, "training": words}
 
 

@@ -155,6 +155,8 @@ MISTAKES = (
     ("reshard pack model --layout pp=2 --out ''", "--out: expects a value, found none", "variable"),
     (f"{LAUNCH} --data ''", "--data: expects a value, found none", "variable"),
     ("reshard diff pp2 ''", "the argument after pp2: expects a value", "variable"),
+    (f"{TRAIN} --train-only ''", "--train-only: expects a value", "variable"),
+    (f"{TRAIN} --optimizer=", "--optimizer: expects a value", "variable"),
     ("runner cancel ''", "the argument after cancel: expects a value", "variable"),
     ("reshard pack model --layout pp=2 --out x --drop lm_heda", "--drop", "did you mean lm_head?"),
     ("reshard export pp2 --to safetensors --out x", "--to", "did you mean hf?"),

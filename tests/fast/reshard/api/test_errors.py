@@ -80,6 +80,14 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("assumed.schedule", "schedule.unknown"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule="none")),
     ),
+    ("assumed.schedule", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(schedule=at / "table.csv")),
+    ),
+    ("assumed.optimizer", "options.invalid-value"): (
+        lambda at: reshard.plan(at / "model", "pp=2", assumed=A(optimizer=at / "groups.toml")),
+    ),
+    ("assumed.ema", "options.invalid-value"): (lambda at: reshard.plan(at / "model", "pp=2", assumed=A(ema=1.5)),),
+    ("pp", "options.invalid-value"): (lambda at: reshard.layout("Et|tL", layers=2, pp="2"),),
     ("assumed.overhead", "options.invalid-value"): (
         lambda at: reshard.plan(at / "model", "pp=2", assumed=A(overhead=3)),
     ),

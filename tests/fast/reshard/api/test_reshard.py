@@ -55,7 +55,9 @@ def test_integers_of_numpy_and_paths_of_other_classes_are_taken(model: Path, tmp
             return str(tmp_path / "out")
 
     nbytes: Any = np.int64(5_000_000_000)
-    packed = reshard.pack(model, cast(Any, Place()), "pp=2", max_shard_nbytes=nbytes)
+    pp: Any = np.int64(2)
+    halves = f"Et|t*{json.loads((model / 'config.json').read_text())['num_hidden_layers'] - 1},L"
+    packed = reshard.pack(model, cast(Any, Place()), halves, pp=pp, max_shard_nbytes=nbytes)
     assert Path(packed.path) == tmp_path / "out" / "manifest.json"
     stages: Any = {np.int64(1)}
     assert reshard.verify(tmp_path / "out", stages=stages) == reshard.verify(tmp_path / "out", stages={1})

@@ -315,6 +315,7 @@ def test_switches_of_a_job_file_that_are_off_ask_for_nothing(packed: Path, tmp_p
         ("nnodes = ", ""),
         ("training = 3", ": training"),
         ("[training]\nsteps = {a = 1}", ": training.steps"),
+        ("[training]\ntrain-only = ['']", ": training.train-only"),
     ],
 )
 def test_bad_job_file_is_refused_where_it_is_bad(tmp_path: Path, text: str, where: str, wording: Wording) -> None:
