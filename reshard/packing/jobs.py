@@ -220,7 +220,7 @@ def check_sbatch(options: Sequence[str]) -> None:
         # sbatch takes a word that is neither a flag nor a flag's value for its script.
         if len(words) > 2 or (len(words) == 2 and ("=" in words[0] or words[1][:1] in ("-", "#"))):
             raise refused(f"expected one option, found {shown}", "quote a value with spaces")
-        if words[0].partition("=")[0] in _RESERVED:
+        if (words[0].partition("=")[0] if words[0].startswith("--") else words[0][:2]) in _RESERVED:
             raise refused(f"{option!r} is not supported: reshard sets it for the job array", "leave it out")
 
 

@@ -372,10 +372,11 @@ SLURM = ("--parts", "4", "--scheduler", "slurm")
         ((*SLURM, "--sbatch-arg", "--comment=don't"), "options.sbatch-argument", "--sbatch-arg"),
         ((*SLURM, "--sbatch-arg", "--comment=a b"), "options.sbatch-argument", "--sbatch-arg"),
         ((*SLURM, "--sbatch-arg", "--exclusive # x"), "options.sbatch-argument", "--sbatch-arg"),
-        ((*SLURM, "--time", ""), "options.sbatch-argument", "--sbatch-arg"),
+        ((*SLURM, "--time", ""), "usage.arguments", "--time"),
         ((*SLURM, "--partition", "a\nb"), "options.sbatch-argument", "--sbatch-arg"),
         (("--part", "1/4", "--out", "hf://org/name"), "options.parts-store", "--part"),
         (("--part", "1/4", "--out", "s3://b/p", "--force"), "options.conflict", "--force"),
+        ((*SLURM, "--sbatch-arg", "-a1-2"), "options.sbatch-argument", "--sbatch-arg"),
     ],
 )
 def test_requests_that_make_no_sense_are_refused(
