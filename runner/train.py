@@ -20,7 +20,6 @@ from manifests.models.combinations import check_combination
 from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import InFlight, ReportT, Saver
-from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
 from runner.checkpoint.peft_folder import save_peft
@@ -35,6 +34,7 @@ from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
 from runner.distributed.world import World, device_of, join_world
+from runner.evaluation.evaluate import check_same_data
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.after_run import measure_fixed_share, measure_link
 from runner.measure.of_run import write_run_times
@@ -201,14 +201,10 @@ def check_evaluation(launched: Packed, options: TrainOptions) -> None:
     data = options.eval_data
     if data is None:
         return
-    digests: tuple[str, ...] = ()
     with raise_on_all_ranks("evaluation data"):
         check_evaluable(data)
         check_texts(launched, options)
-        digests = digests_of(data)
-    shared = from_rank_0(digests)
-    with raise_on_all_ranks("evaluation data"):
-        check_same_files("--eval-data", data, digests, shared)
+    check_same_data("--eval-data", data)
 
 
 def open_metrics(ready: Ready, world: World, device: torch.device) -> Metrics:

@@ -17,17 +17,19 @@ import torch
 from manifests.errors import DataError, ModelError, UsageError
 from manifests.schedules.rules import default_schedule
 from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
-from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions
+from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions, DataOptions
 from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
-from runner.distributed.fail_together import errors_of_rank, from_all_ranks, raise_on_all_ranks
+from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
 from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
 from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
 from runner.load.load import load_tensors
+from runner.load.local_cache import check_same_manifest
 from runner.models import Family, family_of
 from runner.parallel.mesh import Mesh, build_mesh
 from runner.parallel.parallelize import keep_documents
@@ -81,6 +83,8 @@ def loss_over(
     num_ranks = packed.manifest.placement.num_ranks
     degrees = ParallelDims(pipeline=num_ranks, replicate=world.size // num_ranks)
     mesh = build_mesh(degrees, world.rank, device, timedelta(seconds=options.timeout_s))
+    _check_same_flags(options)
+    check_same_data("--data", options.data)
     scores = TokenLosses(options.top_k, keeps_rows=options.out is not None)
     family, schedule = read_model(packed, options, world, mesh, device, scores)
     # One microbatch per rank keeps all of them busy.
@@ -116,6 +120,27 @@ def loss_over(
         with raise_on_all_ranks("scores"):
             stack.close()
     return loss, num_tokens
+
+
+def check_same_data(flag: str, data: DataOptions) -> None:
+    """Check that every rank, which reads all of it, finds the same files; every rank calls this."""
+    with raise_on_all_ranks("data"):
+        digests = digests_of(data)
+    shared = from_rank_0(digests)
+    with raise_on_all_ranks("data"):
+        check_same_files(flag, data, digests, shared)
+
+
+def _check_same_flags(options: EvalOptions) -> None:
+    """Check that ranks read and record the same: each node has a command of its own."""
+    what = (options.out is None, options.top_k, options.hidden_states)
+    flags = (options.text, options.seq_len, options.microbatch, options.dtype, *what)
+    shared = from_rank_0(flags)
+    with raise_on_all_ranks("options"):
+        if flags != shared:
+            problem = "its flags for what is read, computed or written are not those of rank 0"
+            hint = "repeat the command on each node, with another --node-rank"
+            raise DataError("runner eval", problem, hint, code="data.differs-between-ranks")
 
 
 def _join(ranks: Iterable[Recorded]) -> Recorded:
@@ -168,6 +193,7 @@ def meet(options: EvalOptions, world: World) -> tuple[ReadManifest, torch.device
     with errors_of_rank(world.rank):
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
+    check_same_manifest(str(read), read.digest)
     return read, device
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ import runner
 from tests.builders import pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import read_config, save_model
+from tests.process.forked import Forked
 from tests.process.local_jobs import ROOT, forked_runner
+from tests.process.runner.distributed.test_faults import free_port
 from tests.servers.network import missing_for_network, start_network
 
 MISSING = missing_for_network()
@@ -77,6 +81,45 @@ def test_replicas_on_two_nodes_print_and_write_what_one_rank_does(place: Path) -
         outputs = [node.communicate(timeout=250) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     check_equal_to_one_rank(json.loads(outputs[0][0]), place / "nodes.parquet", place)
+
+
+def evaluate_on_nodes(place: Path, nodes: Sequence[Sequence[object]]) -> list[tuple[int, str]]:
+    """Return the exit code of each node's command, and what it printed."""
+    meeting = ("--nnodes", len(nodes), "--nproc-per-node", 1, "--rendezvous", f"127.0.0.1:{free_port()}", *READ)
+    running = [
+        Forked(
+            [str(word) for word in ("eval", *words, *meeting, "--node-rank", number)],
+            dict(os.environ),
+            place / f"node{number}",
+        )
+        for number, words in enumerate(nodes)
+    ]
+    return [(node.wait(110), (place / f"node{number}").read_text()) for number, node in enumerate(running)]
+
+
+@pytest.mark.parametrize("other", ["model", "text", "--no-packing"])
+def test_nodes_that_would_evaluate_other_things_are_refused(other: str, place: Path) -> None:
+    """Stages on two nodes: with other files there, tokens would be of one text, and labels of another."""
+    node = place / "node"
+    save_model(node / "source", num_hidden_layers=2, hidden_size=32, bos_token_id=BOS, eos_token_id=EOS, rope_theta=9)
+    write_tokenizer(node / "source", **read_config(node / "source"))
+    pack(node / "source", node / "pp=2", "pp=2")
+    shutil.copy(place / "text.jsonl", node)
+    with open(node / "text.jsonl", "a") as stream:
+        stream.write("\n")
+    model, text = ((node if other == name else place) for name in ("model", "text"))
+    words = (model / "pp=2", "--data", text / "text.jsonl", *([other] if other.startswith("-") else ()))
+    first, second = evaluate_on_nodes(place, ((place / "pp=2", "--data", place / "text.jsonl"), words))
+    assert (first[0], second[0]) == (3, 3), (first, second)
+    where, code = {
+        "model": (node / "pp=2/manifest.json", "manifest.differs-between-ranks"),
+        "text": (f"--data {node / 'text.jsonl'}", "data.differs-between-ranks"),
+        "--no-packing": ("runner eval", "data.differs-between-ranks"),
+    }[other]
+    error = json.loads(first[1].splitlines()[-1])["error"]
+    assert error["where"].startswith("rank 1, ")
+    assert error["where"].endswith(f": {where}")
+    assert error["code"] == code
 
 
 def test_errors_of_an_evaluation_have_the_codes_that_the_command_prints(tmp_path: Path) -> None:
