@@ -37,8 +37,12 @@ class Cursor(DataCursor):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Drawn:
-    """A document's ids, piece by piece, each with the cursor of its first id; and the cursor after them."""
+    """A document's ids, piece by piece, each with the cursor of its first id; and the cursor after them.
 
+    `number` counts all documents that the reader of its source has passed, those without a token included.
+    """
+
+    number: int
     runs: Iterator[tuple[Cursor, TokenIds]]
     skipped: Skipped | None
     following: Cursor
@@ -73,12 +77,13 @@ def draw_documents(
         chosen = draw(data.weights, data.seed, number) if len(sources) > 1 else 0
         if (following := next(readers[chosen], None)) is None:
             return
-        placed, pieces = following
+        passed, placed, pieces = following
         positions[chosen] = placed.begin
         begin = Cursor(num_documents=number, num_tokens=0, sources=tuple(positions), num_skipped=_num(skipped))
         positions[chosen] = placed.after
         runs = _placed(pieces, begin, chosen, placed.document.begin)
         yield Drawn(
+            number=passed,
             runs=_skip(runs, num_consumed, sources[chosen]) if num_consumed else runs,
             skipped=skipped,
             following=Cursor(num_documents=number + 1, num_tokens=0, sources=tuple(positions)),
@@ -108,10 +113,10 @@ def _read_text(
     vocabulary: Vocabulary | TokenRows,
     skipped: Skipped | None,
     documents: Tokenized,
-) -> Iterator[tuple[PlacedDocument, Pieces]]:
-    """Yield the documents with any token, in their frames; refuse a whole epoch without one."""
+) -> Iterator[tuple[int, PlacedDocument, Pieces]]:
+    """Yield the documents with any token, numbered and in their frames; refuse a whole epoch without one."""
     is_empty = position == _first_position(position.epoch)  # not the rest of an epoch
-    for tokenized in documents:
+    for number, tokenized in enumerate(documents):
         if tokenized is None:
             if is_empty:
                 raise _no_text(source, _num(skipped))
@@ -121,7 +126,7 @@ def _read_text(
         framed = vocabulary.framed(placed.document, pieces, skipped)
         if (first := next(framed, None)) is not None:
             is_empty = False
-            yield placed, chain((first,), framed)
+            yield number, placed, chain((first,), framed)
 
 
 def _placed(pieces: Pieces, begin: Cursor, chosen: int, first: int) -> Iterator[tuple[Cursor, TokenIds]]:

@@ -28,12 +28,10 @@ class Sample:
     cursor: Cursor | None = None  # of the next sequence
     begins: tuple[int, ...] = ()  # where documents begin in `ids`, but for the one at 0
     is_masked: bool = False  # whether documents are kept apart: none predicts the first token of the next one
-    is_packed: bool = False  # whether its first document may have begun in an earlier sequence
-    document: int = 0  # the number of its first label's, in one epoch
+    documents: tuple[int, ...] = ()  # their numbers: of the one at 0, and of those that begin in `ids`
 
     def __reduce__(self) -> tuple[Any, ...]:  # for another rank, which fills it into a batch, without its cursor
-        begins, is_masked, is_packed = self.begins, self.is_masked, self.is_packed
-        return partial(type(self), ids=self.ids, begins=begins, is_masked=is_masked, is_packed=is_packed), ()
+        return partial(type(self), ids=self.ids, begins=self.begins, is_masked=self.is_masked), ()
 
     @property
     def num_labels(self) -> int:
@@ -113,38 +111,43 @@ def _packed(documents: Iterable[Drawn], seq_len: int, *, is_masked: bool) -> Ite
     """Split concatenated documents: each sequence begins with the last token of the previous one."""
     ids = array("i")
     runs: deque[tuple[int, Cursor]] = deque()  # the index of each run's first id, counted over all ids, and its cursor
-    firsts: deque[int] = deque()  # the index of each document's first id, counted over all ids
+    firsts: deque[tuple[int, int]] = deque()  # the index of each document's first id, so counted, and its number
     num_cut = 0
-    for is_first, run, more in _marked(documents):
-        if is_first:
-            firsts.append(num_cut + len(ids))
+    for first, run, more in _marked(documents):
+        if first is not None:
+            firsts.append((num_cut + len(ids), first))
         runs.append((num_cut + len(ids), run))
         ids += more
         num_used = (len(ids) - 1) // seq_len * seq_len
         for begin in range(0, num_used, seq_len):
             cursor = _cursor_at(num_cut + begin + seq_len, runs)
-            begins = _begins_in(firsts, num_cut + begin, seq_len)
-            yield Sample(
-                ids=ids[begin : begin + seq_len + 1], cursor=cursor, begins=begins, is_masked=is_masked, is_packed=True
-            )
+            begins, numbers = _begins_in(firsts, num_cut + begin, seq_len)
+            part = ids[begin : begin + seq_len + 1]
+            yield Sample(ids=part, cursor=cursor, begins=begins, is_masked=is_masked, documents=numbers)
         del ids[:num_used]
         num_cut += num_used
     if len(ids) > 1:
-        yield Sample(ids=ids, begins=_begins_in(firsts, num_cut, seq_len), is_masked=is_masked, is_packed=True)
+        begins, numbers = _begins_in(firsts, num_cut, seq_len)
+        yield Sample(ids=ids, begins=begins, is_masked=is_masked, documents=numbers)
 
 
-def _marked(documents: Iterable[Drawn]) -> Iterator[tuple[bool, Cursor, array[int]]]:
-    """Yield the runs of all documents, each with whether it is its document's first."""
+def _marked(documents: Iterable[Drawn]) -> Iterator[tuple[int | None, Cursor, array[int]]]:
+    """Yield the runs of all documents, the first of each with the document's number."""
     for document in documents:
-        for number, (run, ids) in enumerate(document.runs):
-            yield number == 0, run, ids
+        number: int | None = document.number
+        for run, ids in document.runs:
+            yield number, run, ids
+            number = None
 
 
-def _begins_in(firsts: deque[int], place: int, seq_len: int) -> tuple[int, ...]:
-    """Return where documents begin in the sequence at a place, but for its first token; remove those before it."""
-    while firsts and firsts[0] <= place:
+def _begins_in(firsts: deque[tuple[int, int]], place: int, seq_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where documents begin in the sequence at a place, but for its first token, and the numbers of all of its
+    documents; remove those that end before it.
+    """
+    while len(firsts) > 1 and firsts[1][0] <= place:
         firsts.popleft()
-    return tuple(first - place for first in takewhile(lambda first: first <= place + seq_len, firsts))
+    _, *begun = inside = [*takewhile(lambda first: first[0] <= place + seq_len, firsts)]
+    return tuple(first - place for first, _ in begun), tuple(number for _, number in inside)
 
 
 def _cursor_at(place: int, runs: deque[tuple[int, Cursor]]) -> Cursor:
@@ -163,10 +166,10 @@ def _padded(documents: Iterable[Drawn], seq_len: int) -> Iterator[Sample]:
             ids += more
             if len(ids) > seq_len:
                 break
-        yield Sample(ids=ids[: seq_len + 1], cursor=document.after)
+        yield Sample(ids=ids[: seq_len + 1], cursor=document.after, documents=(document.number,))
 
 
 def _rows(documents: Iterable[Drawn], *, is_masked: bool) -> Iterator[Sample]:
     for document in documents:
         for _, ids in document.runs:
-            yield RowSample(ids=ids, cursor=document.after, is_masked=is_masked)
+            yield RowSample(ids=ids, cursor=document.after, is_masked=is_masked, documents=(document.number,))

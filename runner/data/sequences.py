@@ -142,7 +142,7 @@ def read_once(
     vocabulary, sources = _vocabulary(data, folder, vocab_size), _sources(data, batch, vocab_size, form)
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
-    samples, empty = _numbered(pack_documents(documents, data, batch.seq_len)), Sample(ids=array("i"))
+    samples, empty = pack_documents(documents, data, batch.seq_len), Sample(ids=array("i"))
     for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=keeps_unlabeled or form is not None):
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
         yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
@@ -204,14 +204,6 @@ def rows_of(batch: Batch, rows: Rows) -> Batch:
     """Return these rows of a whole batch; `num_tokens` is still the whole batch's."""
     part = rows.within(len(batch.tokens))
     return batch.rows(part.start, part.stop - part.start)
-
-
-def _numbered(samples: Iterable[Sample]) -> Iterator[Sample]:
-    """Number the documents of sequences, which begin in a packed one, or are one each."""
-    number = 0
-    for sample in samples:
-        yield replace(sample, document=number)
-        number += len(sample.begins) if sample.is_packed else 1
 
 
 def _of_one_length(

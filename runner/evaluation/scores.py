@@ -131,10 +131,10 @@ class Scores:
                 None if label == IGNORED else loss
                 for loss, label in zip(values["losses"], values["labels"], strict=True)
             ]
-            ends = [begin - 1 for begin in sample.begins] if sample.is_packed else []
-            for piece, (first, end) in enumerate(zip([0, *ends], [*ends, sample.num_labels], strict=True)):
+            ends = [begin - 1 for begin in sample.begins]
+            for number, first, end in zip(sample.documents, [0, *ends], [*ends, sample.num_labels], strict=True):
                 if first < end:
-                    self._extend(sample.document + piece, {name: those[first:end] for name, those in values.items()})
+                    self._extend(number, {name: those[first:end] for name, those in values.items()})
 
     def close(self) -> None:
         self._write()

@@ -137,6 +137,26 @@ def test_rows_of_prompts_alone_are_in_the_file(packing: str, place: Path, world:
     assert loss == pytest.approx(math.fsum(row["loss"] for row in rows) / num_tokens, rel=1e-15)
 
 
+@pytest.mark.parametrize("packing", ["--packing", "--no-packing"])
+def test_rows_have_the_numbers_of_their_documents_in_the_data(
+    packing: str, place: Path, world: World, tmp_path: Path
+) -> None:
+    """Documents that are empty or skipped have no row, and those after them keep their numbers."""
+    data = tmp_path / "gaps.jsonl"
+    texts = {1: "w1 w2", 3: "w3 " * 3 * SEQ_LEN, 4: "w4", 7: "w5 w6", 8: "w7 " * (SEQ_LEN - 1)}
+    lines = [json.dumps({"text": texts.get(number, "")}) for number in range(10)]
+    data.write_text("\n".join([*lines[:5], "{", *lines[6:]]))
+    flags = (packing, "--skip-bad-documents", "--no-add-eos-token")
+    _, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, *flags, data=data)
+    packed = {number: [int(word[1:]) for word in text.split()] for number, text in texts.items()}
+    packed[1] = packed[1][1:]  # the first token of all is not predicted
+    alone = {number: ids[1 : SEQ_LEN + 1] for number, ids in packed.items() if number in (3, 7, 8)} | {1: [2]}
+    expected = packed if packing == "--packing" else dict(sorted(alone.items()))
+    assert {row["document"]: row["labels"] for row in rows} == expected
+    assert len(rows) == len(expected)
+    assert num_tokens == sum(map(len, expected.values()))
+
+
 def test_file_of_an_evaluation_that_fails_is_not_left(place: Path, world: World, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         score(place, tmp_path / "scores.parquet", world, "--hidden-states", "model.layers.9")
