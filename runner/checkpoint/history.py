@@ -93,20 +93,11 @@ def _is_whole(checkpoint: Path) -> bool:
 
 @contextmanager
 def claim_history(history: Path) -> Iterator[None]:
-    """Keep other runs from saving here while the block runs, and remove what killed runs have left.
-
-    What cannot be removed is logged and left: on NFS, a file that another process still reads.
-    """
+    """Keep other runs from saving here while the block runs, and remove what killed runs have left."""
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there"):
-        for path in history.iterdir():
-            if _LEFT.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-                check_ours(path)
-                try:
-                    remove_tree(path)
-                except OSError as error:
-                    logger.warning("%s: left by an earlier run, cannot be removed: %s", path, error.strerror)
+        _remove_left(history)
         yield
 
 
@@ -131,7 +122,9 @@ def prune(
     spared: Collection[Path | None] = (),
     beat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back.
+    """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back, while nothing is saved.
+
+    What an earlier removal has left is removed, too.
 
     Kept in any case, and not counted: those that are `spared`, by whatever path, and later ones, which are not this
     run's. Those to which somebody has added files, or that cannot be looked through, are kept with a warning. One whose
@@ -168,6 +161,23 @@ def prune(
             if not removed.is_symlink():  # what it leads to stays
                 write_record(removed, files_of_manifest(removed) or ())
         _remove(removed)
+    _remove_left(history)
+
+
+def _remove_left(history: Path) -> None:
+    """Remove what killed runs, and removals that failed, have left.
+
+    What cannot be removed is logged and left: on NFS, a file that another process still reads.
+    """
+    with system_errors(history, code="checkpoint.unreadable"):
+        leftovers = [path for path in history.iterdir() if _LEFT.fullmatch(path.name) and path.is_dir()]
+    for path in leftovers:
+        if not path.is_symlink():
+            check_ours(path)
+            try:
+                remove_tree(path)
+            except OSError as error:
+                logger.warning("%s: left by an earlier save, cannot be removed: %s", path, error.strerror)
 
 
 def _why_kept(path: Path) -> str | None:

@@ -167,6 +167,24 @@ def test_what_cannot_be_removed_of_an_earlier_run_is_named_and_left(
     assert [record.getMessage().partition(": ")[0] for record in caplog.records] == [str(left)]
 
 
+def test_removal_that_failed_is_finished_with_the_next(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 10, 20)
+
+    def rmtree(path: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", rmtree)
+        with pytest.raises(InputError) as error:
+            prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert (error.value.code, error.value.where) == ("checkpoint.not-pruned", str(tmp_path / ".step-000010.removed"))
+    assert names_in(tmp_path) == [".step-000010.removed", "step-000020"]
+    prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert names_in(tmp_path) == ["step-000020"]
+
+
 def test_checkpoint_that_cannot_be_looked_through_stays_and_older_ones_go(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
