@@ -126,6 +126,12 @@ class Saver(InFlight[SaveReport]):
         # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
 
+    def reports(self, *, wait: bool = False) -> tuple[SaveReport, ...]:
+        """Return as `InFlight` does; what failed in allocating memory is raised here, and not at the first save."""
+        if self._copy is not None and self._copy.done():
+            self._copy.result()
+        return super().reports(wait=wait)
+
     def save(
         self,
         state: Held,

@@ -11,15 +11,20 @@ import torch
 from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, WEIGHTS, RandomState
+from runner.bundle.packed import open_packed
+from runner.checkpoint.async_save import Saver
+from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, HostCopy, held_state, held_weights, whole_weights
-from runner.config.schema import OptimOptions
+from runner.config.schema import CheckpointOptions, OptimOptions
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
+from runner.tensors.local_shard import Piece
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, rng_state
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
+from tests.fast.trained import write_trained
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +91,18 @@ def test_copy_keeps_what_was_held_when_training_goes_on(folder: Path) -> None:
     assert {stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in kept.items()} == {
         stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in state.items()
     }
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_copy_that_gets_no_memory_ends_a_run_before_its_first_save(tmp_path: Path) -> None:
+    model = open_packed(write_trained(tmp_path, "pp=1", num_hidden_layers=1))
+    context = SaveContext.of(model, model, num_writers=1)
+    options = CheckpointOptions(history=tmp_path / "history", every=None, keep=None, is_async=True)
+    too_large = Piece(fqn=HEAD, shape=(1 << 50,), offset=(0,), memory=torch.empty(1 << 50, device="meta"))
+    with Saver(context, options, {0: {"weights": (too_large,)}}, timedelta(seconds=10)) as saver:
+        pass  # its thread ends
+    with pytest.raises(OSError, match="allocate"):
+        saver.reports()
 
 
 def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path) -> None:
