@@ -11,7 +11,7 @@ from typing import Any
 
 from manifests.codec import encode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system
+from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
 from manifests.paths import open_regular
@@ -79,9 +79,11 @@ def newest_below(folder: Path) -> Path | None:
 def open_shard(folder: Path, shard: Shard) -> Header:
     """Read a shard's header, and check it against the manifest."""
     path = folder / shard.path
-    if not path.is_file():
-        raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
-    check_shard(str(path), shard, path.stat().st_size)
+    with system_errors(path, code="store.unreadable"):
+        if not path.is_file():
+            raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
+        nbytes = path.stat().st_size
+    check_shard(str(path), shard, nbytes)
     header = read_header(path)
     check_shard(str(path), shard, shard.nbytes, header)
     return header

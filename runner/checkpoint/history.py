@@ -152,10 +152,10 @@ def prune(
         beat()
         # Renamed first: a checkpoint disappears as a whole.
         removed = path.with_name(f".{path.name}.removed")
-        if removed.exists():
-            check_ours(removed)
-            _remove(removed)
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
+            if removed.exists():
+                check_ours(removed)
+                _remove(removed)
             os.rename(path, removed)
             sync_folder(history)
             if not removed.is_symlink():  # what it leads to stays
@@ -170,9 +170,9 @@ def _remove_left(history: Path) -> None:
     What cannot be removed is logged and left: on NFS, a file that another process still reads.
     """
     with system_errors(history, code="checkpoint.unreadable"):
-        leftovers = [path for path in history.iterdir() if _LEFT.fullmatch(path.name) and path.is_dir()]
-    for path in leftovers:
-        if not path.is_symlink():
+        folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
+    for path in folders:
+        if _LEFT.fullmatch(path.name):
             check_ours(path)
             try:
                 remove_tree(path)

@@ -161,7 +161,7 @@ class Before:
         tensors, paths = dict[tuple[int, Holds], list[tuple[tuple[str, str], ...]]](), dict[str, Path]()
         if checkpoint is None:
             return cls()
-        with suppress(InputError, OSError):
+        with suppress(InputError):
             for stage in open_manifest(checkpoint).manifest.stages:
                 for shard in stage.shards if stage.index in stages else ():
                     digests = open_shard(checkpoint, shard).digests(shard.path)

@@ -271,6 +271,25 @@ def test_disk_that_fails_under_a_removal_is_not_bad_input(
     assert (error.value.code, error.value.where) == ("checkpoint.not-pruned", str(tmp_path / "step-000010"))
 
 
+def test_disk_that_fails_while_the_newest_is_read_back_ends_no_run(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 10, 20)
+    shard, stat = checkpoint_path(tmp_path, 20) / "stage-000/exp_avg/model.safetensors", os.stat
+
+    def failing(path: Path, **options: object) -> os.stat_result:
+        if str(path) == str(shard):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return stat(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", failing)
+        with pytest.raises(UnreachableError) as error:  # which a run logs
+            prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert (error.value.code, error.value.where) == ("store.unreadable", str(shard))
+    assert names_in(tmp_path) == ["step-000010", "step-000020"]
+
+
 @pytest.mark.parametrize("damage", ["cut", "gone", "header", "manifest"])
 def test_nothing_is_taken_away_while_the_newest_cannot_be_read_back(damage: str, trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20)
