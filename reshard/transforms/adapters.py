@@ -168,6 +168,8 @@ def _terms(
             return
         parts = next((some for some in _FUSED[name] if find(f"{renamed}.0.{some[0]}.weight")), None)
         if parts is not None:
+            if find(f"{renamed}.{term.num_experts}.{parts[0]}.weight") is not None:
+                raise _other(adapter, f"adapts {term.num_experts} experts of {experts}.{name}, and the model has more")
             for fqn, of_expert in _of_experts(term, renamed, parts):
                 if (matrix := find(fqn)) is None:
                     raise _other(adapter, f"adapts {experts}.{name}, and the model has no {fqn}")

@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from manifests.models import model_shape
 from manifests.models.adapters import digest_of_base
 from reshard.tensors.lazy import MemoryFile
 from reshard.transforms.arithmetic import merged_blocks
 from reshard.transforms.terms import Term
 from stores.bundles import TensorAt
 from tests.builders import Tensor, llama_config, llama_shapes, pack, read_safetensors, refusal, run, write_model
+from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.adapters import MODULES, PREFIX, adapter_tensors, float32, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -235,6 +237,29 @@ def test_head_that_peft_saved_beside_its_adapter_is_the_models_or_refused(base: 
     for model, adapter in ((base, "other"), (tmp_path / "merged-with", "with")):
         refused = refusal("merge", model, tmp_path / adapter, "--out", tmp_path / "out")
         assert refused.found == (3, "source.other-adapter", str(tmp_path / adapter))
+
+
+@pytest.mark.parametrize(("num_experts", "rank"), [(8, 2), (7, 2), (8, 4), (9, 2)])
+def test_adapter_of_fewer_experts_or_of_another_rank_is_refused(num_experts: int, rank: int, tmp_path: Path) -> None:
+    config = read_config("tiny-qwen3-moe")
+    shapes = model_shape(config).tensors
+    write_model(tmp_path / "base", config, {fqn: float32(shape, 1) for fqn, shape in shapes.items()})
+    experts = "model.layers.0.mlp.experts"
+    rows, columns = shapes[f"{experts}.0.down_proj.weight"]
+    tensors = {f"{PREFIX}{experts}.lora_A.weight": float32((2 * num_experts, columns), 2),
+               f"{PREFIX}{experts}.lora_B.weight": float32((rows, 2 * num_experts), 3)}  # fmt: skip
+    fields = {"r": rank, "target_modules": None, "target_parameters": ["mlp.experts.down_proj"]}
+    asked = (
+        "merge",
+        tmp_path / "base",
+        write_adapter(tmp_path / "adapter", tensors, **fields),
+        "--out",
+        tmp_path / "out",
+    )
+    if (num_experts, rank) == (8, 2):
+        assert json.loads(run(*asked, "--json").out)["num_merged"] == 8
+    else:
+        assert refusal(*asked).found == (3, "source.other-adapter", str(tmp_path / "adapter"))
 
 
 def test_fan_in_fan_out_of_a_linear_module_is_passed_over(base: Path, tmp_path: Path) -> None:
