@@ -46,6 +46,8 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     lists = ((entry.layers, entry.count), *entry.more_layers)
     ignored = (*entry.ignored, *_COMPUTED)
     tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
+    if tensors:
+        _check_shapes(tensors, stored.where)
     ties = _ties(entry, whole, tensors)
     inner, outside = _sort([name for name, _ in lists], tensors)
     layers: list[_Layer] = []
@@ -94,6 +96,15 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         hidden_size=_count(config, entry.width),
         is_estimated=True,
     )
+
+
+def _check_shapes(tensors: Mapping[str, Shape], where: str) -> None:
+    """Refuse tensors whose shapes ZeRO 3 has left behind, since nothing else says them: empty ones, or all in a row."""
+    name = next((name for name, dims in tensors.items() if dims == (0,)), None)
+    if name is not None or all(len(dims) < 2 for dims in tensors.values()):
+        problem = f"expected matrices, found {name or next(iter(tensors))} without its shape, as ZeRO 3 leaves it"
+        hint = "save the model again with stage3_gather_16bit_weights_on_model_save, or convert it with zero_to_fp32.py"
+        raise SourceError(where, problem, hint, code="source.shape-mismatch")
 
 
 def _text_config(entry: CatalogueEntry, config: ConfigReader) -> ConfigReader:

@@ -120,6 +120,15 @@ def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
         assert refusal(config, replace(stored, tensors={**stored.tensors, odd: (1,)})) == "source.unknown-tensor"
 
 
+def test_tensors_without_their_shapes_are_refused() -> None:
+    """As ZeRO 3 has parameters of other ranks, and as it flattens all of them; sizes are known of files alone."""
+    config, stored = stored_by("Olmo3ForCausalLM")
+    empty = {**stored.tensors, "model.layers.0.mlp.up_proj.weight": (0,)}
+    flat = {name: (math.prod(dims),) for name, dims in stored.tensors.items()}
+    for tensors in (empty, flat):
+        assert refusal(config, replace(stored, tensors=tensors)) == "source.shape-mismatch"
+
+
 def test_index_of_another_model_is_refused() -> None:
     config, _ = stored_by("Olmo3ForCausalLM")
     _, other = stored_by("BloomForCausalLM")

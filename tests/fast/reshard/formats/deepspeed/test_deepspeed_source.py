@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from tests.builders import refusal, reshard, run
+from tools.tiny_models import tiny_config
 
 GOLDEN = Path(__file__).resolve().parents[4] / "data" / "golden" / "deepspeed"
 STEPS = {
@@ -318,6 +320,23 @@ def test_flat_parameters_of_zero_3_have_the_models_shapes(tmp_path: Path) -> Non
             change(path, lambda state: state["param"].flatten())
     found = pack(step, tmp_path / "packed")
     assert all(torch.equal(found[fqn], expected[fqn]) for fqn in expected)
+
+
+def test_flat_parameters_whose_shapes_no_config_says_are_refused(tmp_path: Path) -> None:
+    """The catalogue knows the names of an architecture's tensors, and not their sizes."""
+    kind = transformers.Olmo2ForCausalLM
+    model = kind(tiny_config(kind))
+    model.save_pretrained(tmp_path / "saved")
+    step, weights = tmp_path / "saved" / "step", model.state_dict()
+    for is_flat in (True, False):
+        for name, weight in weights.items():
+            (step / "zero" / name).mkdir(parents=True, exist_ok=True)
+            saved = weight.flatten() if is_flat else weight
+            torch.save({"param": saved}, step / "zero" / name / "fp32.pt")
+        if is_flat:
+            assert refused(step, tmp_path) == "source.shape-mismatch"
+    found = pack(step, tmp_path / "packed")
+    assert all(torch.equal(found[fqn], weights[fqn]) for fqn in weights)
 
 
 @pytest.mark.parametrize("content", ["../gpt2", "step9"])
