@@ -132,7 +132,8 @@ def compare_checkpoints(
 ) -> None:
     """Report tensors that only one of two checkpoints has, or that differ; `location` is the other's."""
     comparison = compare(other, tensors, are_of_one_kind)
-    for names, problem in ((comparison.missing, "missing here"), (comparison.unexpected, f"not in {location}")):
+    missing, unexpected = _apart(comparison.missing, other, tensors), _apart(comparison.unexpected, tensors, other)
+    for names, problem in ((missing, "missing here"), (unexpected, f"not in {location}")):
         if names:
             sentence = f"{count_of(names, 'tensor')} {problem}: {some(names)}"
             hint = "the two are of different models or versions, or one is incomplete"
@@ -147,6 +148,12 @@ def compare_checkpoints(
     digests = hash_each([tensor for _, tensor in pairs], progress, unreadable, code="check.unreadable")
     compare_bytes(pairs, digests, progress, findings, code="check.other-bytes", unreadable_code="check.unreadable")
     findings.extend(unreadable)
+
+
+def _apart(names: Iterable[str], tensors: Mapping[str, TensorAt], other: Mapping[str, TensorAt]) -> list[str]:
+    """Return the names that are not a second one of bytes that both checkpoints have, as a tied weight's may be."""
+    common = {(tensor.file, tensor.begin, tensor.nbytes) for name, tensor in tensors.items() if name in other}
+    return [name for name in names if (tensors[name].file, tensors[name].begin, tensors[name].nbytes) not in common]
 
 
 def _tied_names(fqn: str, ties: Sequence[TieGroup]) -> Iterator[str]:

@@ -52,7 +52,8 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
 
     for fqn, tensor in _with_ties(checkpoint, for_torchtitan):
         if not fqn.endswith(checkpoint.shape.ignored_suffixes):
-            saved.add(place(tensor, is_fused=False), lambda key: (key,))
+            placed = place(tensor, is_fused=False) if model else in_place(tensor, *_names_of(fqn, checkpoint))
+            saved.add(placed, lambda key: (key,))
     for placed in model.balances(checkpoint.tensors) if model else ():
         saved.add(placed, lambda key: (key,))
     trained = checkpoint.trained
@@ -116,6 +117,12 @@ class _Groups:
 
 def _state_key(key: str, kind: str) -> tuple[str, str]:
     return _OPTIMIZER, f"{_STATE}.{key}.{kind}"
+
+
+def _names_of(fqn: str, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a weight's name, and those tied to it that are stored nowhere else: transformers' state dicts have all."""
+    tied = next((group for group in checkpoint.shape.ties if fqn in group), ())
+    return (fqn, *(name for name in tied if name not in checkpoint.tensors))
 
 
 def _with_ties(checkpoint: Checkpoint, for_torchtitan: bool) -> Iterator[tuple[str, TensorAt]]:

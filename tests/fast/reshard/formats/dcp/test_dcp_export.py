@@ -21,7 +21,18 @@ from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersCon
 from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 
-from tests.builders import llama_shapes, refusal, reshard, run
+from tests.builders import (
+    EMBEDDING,
+    HEAD,
+    llama_config,
+    llama_shapes,
+    pack,
+    refusal,
+    reshard,
+    run,
+    tensors_in,
+    write_model,
+)
 from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, assert_equal, huggingface_state, torchtitan_state
 from tests.fast.titans import LLAMA, llama
 
@@ -52,6 +63,21 @@ def assert_contains(found: Mapping[Key, Any], expected: Mapping[Key, Any]) -> No
 
 def is_same(one: object, other: object) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def test_torch_reads_a_tied_weight_under_each_name_from_one_place(tmp_path: Path) -> None:
+    """A state dict of transformers has both names, and torch refuses a checkpoint without one of them."""
+    source, packed, out = (tmp_path / name for name in ("source", "packed", "dcp"))
+    tensors = write_model(source, llama_config(tie_word_embeddings=True))
+    run("export", pack(source, packed), "--to", "dcp", "--out", out)
+    found = state_of(out)
+    assert found.keys() == {(fqn,) for fqn in (*tensors, HEAD)}
+    assert torch.equal(found[HEAD,], found[EMBEDDING,])
+    assert sum(path.stat().st_size for path in out.glob("*.distcp")) < sum(2048 + len(t.data) for t in tensors.values())
+    for one, other in ((out, source), (source, out)):
+        assert reshard("check", one, "--against", other, "--bytes").code == 0
+    run("export", pack(out, tmp_path / "again"), "--to", "hf", "--out", tmp_path / "back")
+    assert tensors_in(tmp_path / "back") == {**tensors, HEAD: tensors[EMBEDDING]}
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
