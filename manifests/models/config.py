@@ -146,7 +146,10 @@ def _shown(value: object) -> str:
 def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
     """Return the config with this dtype (as in safetensors headers) wherever it names one, since readers cast to it."""
     name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
-    return {**config, **{key: name for key in _DTYPE_KEYS if key in config}}
+    parts = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
+    parts.pop("quantization_config", None)  # which is of no module
+    changed = {key: with_dtype(part, stored) for key, part in parts.items()}  # such as text_config
+    return {**config, **changed, **{key: name for key in _DTYPE_KEYS if key in config}}
 
 
 def encode_config(config: Mapping[str, Any]) -> bytes:
