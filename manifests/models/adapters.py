@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -182,8 +183,8 @@ def _check_pattern(pattern: str, where: str) -> None:
 
 
 def _is_number(value: object, is_rank: bool = False) -> bool:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        return False
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= sys.float_info.max:
+        return False  # NaN, too
     return not is_rank or (value >= 1 and value == int(value))
 
 

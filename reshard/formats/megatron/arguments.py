@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from manifests.errors import ModelError, SourceError
@@ -174,13 +175,14 @@ def _pattern(freq: Any, num_layers: int) -> list[int] | None:
 def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, place: str) -> None:
     """Raise if rows beyond the config's vocabulary are more than padding."""
     padded, tokens = arguments.get("padded_vocab_size"), arguments.get("vocab_size")
-    multiple = (arguments.get("make_vocab_size_divisible_by") or 1) * (arguments.get("tensor_model_parallel_size") or 1)
+    sizes = (arguments.get(name) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size"))
+    multiple = prod(size for size in sizes if isinstance(size, int) and size > 0)
     if isinstance(tokens, int) and tokens > vocab:
         problem = f"expected at most {vocab} (config.json), found {tokens}: weights of tokens would be lost"
         raise _other_model(f"{place}.vocab_size", problem)
     if isinstance(padded, int) and padded != num_rows:
         raise _other_model(f"{place}.padded_vocab_size", f"expected {num_rows} (rows of the embedding), found {padded}")
-    if not isinstance(tokens, int) and num_rows - vocab >= max(multiple, 1):
+    if not isinstance(tokens, int) and num_rows - vocab >= multiple:
         problem = (
             f"expected fewer than {multiple} rows of padding, found {num_rows} rows for {vocab} tokens (config.json)"
         )

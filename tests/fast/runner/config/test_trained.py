@@ -89,6 +89,8 @@ def test_what_trains_nothing_or_conflicts_is_refused(flags: list[str], where: st
         ({"init_lora_weights": "pissa"}, "init_lora_weights", "source.adapter-kind"),
         ({"r": 0}, "r", "source.bad-adapter"),
         ({"r": 2.5}, "r", "source.bad-adapter"),
+        ({"r": 10**400}, "r", "source.bad-adapter"),
+        ({"lora_alpha": 10**400}, "lora_alpha", "source.bad-adapter"),
         ({"rank_pattern": {"q_proj": 2.7}}, "rank_pattern", "source.bad-adapter"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern", "source.bad-adapter"),
         ({"target_modules": [1]}, "target_modules", "source.bad-adapter"),

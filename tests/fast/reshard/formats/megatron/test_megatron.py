@@ -167,6 +167,7 @@ def test_arguments_that_disagree_with_the_config_are_refused(
         ("no_rope_freq", [0, 0, 1], True), ("softmax_type", "vanilla", False), ("softmax_type", "off-by-one", True),
         ("softmax_scale", 0.1, True), ("glu_linear_offset", 0.0, False), ("glu_linear_offset", 1.0, True),
         ("activation_func_clamp_value", 7.0, True), ("moe_apply_probs_on_input", True, True),
+        ("make_vocab_size_divisible_by", {}, False), ("tensor_model_parallel_size", "x", False),
         ("moe_mlp_glu_interleave_size", 32, True), ("rotary_base_per_layer", [1e4], True), ("use_mup", True, True),
     ],
 )  # fmt: skip
