@@ -81,7 +81,7 @@ def apply(as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Bring the folder DIR to a version of CHAIN, whole and verified.
 
     One pass writes the shards that change, whatever the number of versions between. Killed at any moment, it leaves
-    the old weights, the new ones or no index; the next apply finishes.
+    the old weights, the new ones or none that open; the next apply finishes.
 
     \b
     Example:

@@ -91,7 +91,7 @@ def apply_delta(
     The folder is empty, has a Hugging Face model that is a state of the chain, or was written by this function. A
     version before its own is read from the chain's full version. Every byte is verified, also of tensors that stay as
     they were, unless `quick`, before the folder's index lists it. After a kill at any moment the folder has the old
-    weights, the new ones or no index, and the next call finishes: see Note [Switching to new weights].
+    weights, the new ones or none that open, and the next call finishes: see Note [Switching to new weights].
 
     Units: bytes; progress is called with bytes done and bytes in total.
     Raises:

@@ -6,8 +6,9 @@ New shards get names of their own, with the version in them, and are written, ha
 there on the switch is carried out, by this process or, if it is killed, by the next `apply`. Shards are moved beside
 the old ones, and a rename of the index lists the new ones in one step. So at any moment readers find the old weights or
 the new ones, never a mixture: not even those that take every shard which the index does not exclude. Where auxiliary
-files changed too, the folder has no index while they are replaced or removed. A lone `model.safetensors`, which
-readers prefer to an index, is removed after the index is there.
+files changed too, the index names a file that is not there while they are replaced or removed: without an index, some
+would take shards of both versions, or `pytorch_model.bin`, which is of neither. A lone `model.safetensors`, which has
+no index, and which others prefer to one, is beside such an index until the new one is there, and removed then.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from reshard.copy.journal import Journal, plan_key
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt
 from stores.folders.lock import locking
+
+_CLOSED_NAME = "closed.index.json"
+_CLOSED = {"metadata": {}, "weight_map": {"": "interrupted-switch.run-reshard-delta-apply-again.safetensors"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Work:
     def prepare(self, index: Mapping[str, object], record: Mapping[str, Sequence[str]]) -> None:
         """Record the switch: the `shards` and `auxiliary` files that are moved, and those that are `removed`."""
         write_file(self.new / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        write_file(self.new / _CLOSED_NAME, json.dumps(_CLOSED).encode())
         sync_folder(self.new)
         write_file(self.record, json.dumps(record).encode())
 
@@ -95,11 +100,16 @@ class Work:
         if not self.record.is_file():
             return False
         record = self._read_record()
-        self._move(record["shards"])
-        if record["auxiliary"] or not all(name.endswith(".safetensors") for name in record["removed"]):
+        has_others = not all(name.endswith(".safetensors") for name in (*record["auxiliary"], *record["removed"]))
+        if has_others or not (self.target / INDEX_NAME).exists():
+            with suppress(FileNotFoundError):  # closed before the interrupt
+                os.replace(self.new / _CLOSED_NAME, self.target / INDEX_NAME)
+            sync_folder(self.target)
+        if has_others:
             if (self.new / INDEX_NAME).exists():
-                self._remove([INDEX_NAME, *record["removed"]])
+                self._remove(record["removed"])
             self._move(record["auxiliary"])
+        self._move(record["shards"])
         self._move([INDEX_NAME])
         self._remove(record["removed"])
         shutil.rmtree(self.new, ignore_errors=True)

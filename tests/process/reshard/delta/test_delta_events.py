@@ -72,6 +72,9 @@ def readable(folder: Path) -> State | None:
     if not (folder / INDEX).is_file():
         return None
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    if [*weight_map] == [""]:  # auxiliary files are being replaced
+        assert not (folder / weight_map[""]).exists()
+        return None
     return {name: slice_of(folder / shard, name) for name, shard in weight_map.items()}
 
 
