@@ -52,11 +52,11 @@ def read_balance(request: Request) -> StageLayout:
 
 
 def balances_memory(spec: str) -> bool:
-    return re.match(r"\s*balance:\s*memory\b", spec) is not None
+    return re.match(r"\s*balance\s*:\s*memory\b", spec) is not None
 
 
 def balances_time(spec: str) -> bool:
-    return re.match(r"\s*balance:\s*time\b", spec) is not None
+    return re.match(r"\s*balance\s*:\s*time\b", spec) is not None
 
 
 def unsolved(request: Request) -> StageLayout:

@@ -34,7 +34,7 @@ from reshard.tensors.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Forecast
 
-_SOLVED = re.compile(r"\s*balance:")  # the spelling that takes limit=
+_SOLVED = re.compile(r"\s*balance\s*:")  # the spelling that takes limit=
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

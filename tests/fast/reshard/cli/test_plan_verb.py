@@ -54,3 +54,9 @@ def test_picture_that_cannot_be_drawn_is_one_object_with_json(tmp_path: Path) ->
     asked = ("plan", write_config(tmp_path / "config.json"), "--layout", "pp=2", "--microbatches", "300000")
     found = refusal(*asked, "--draw", tmp_path / "plan.svg").found
     assert found == (2, "options.too-many-microbatches", "--draw")
+
+
+def test_white_space_before_the_colon_of_a_balanced_layout_changes_nothing(tmp_path: Path) -> None:
+    asked = ("plan", write_config(tmp_path / "config.json"), "--gpu-memory", "300KB", "--layout")
+    assert refusal(*asked, "balance:params,pp=2").found == refusal(*asked, "balance : params,pp=2").found
+    assert reshard("plan", tmp_path / "config.json", "--layout", "balance :memory,pp=2").code == 0
