@@ -82,6 +82,7 @@ def write_shard(
 def _creating(path: Path) -> Iterator[None]:
     with system_errors(path, "cannot be written", code="output.unwritable"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link to the file of another checkpoint, whose folder could not be synced
         yield
         sync_folder(path.parent)
 

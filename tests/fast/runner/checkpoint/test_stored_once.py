@@ -20,6 +20,7 @@ from runner.checkpoint.save import check_folder, check_sizes
 from runner.checkpoint.shard_file import Before, Digests, hash_pieces, header_of, shard_of
 from runner.distributed.rounds import run_beside_training
 from runner.tensors.local_shard import Piece, whole_pieces
+from tests.builders import files_in
 from tests.fast.runner.tiny import write_shard
 from tests.fast.trained import write_trained
 
@@ -49,6 +50,22 @@ def next_checkpoint(before: Before, folder: Path, tensors: dict[str, torch.Tenso
         known.append(tuple((piece.fqn, digests[KEY][piece.fqn]) for piece in part))
         paths[shard.digest] = folder / shard.path
     return Before(tensors={KEY: known}, paths=paths), linked
+
+
+def test_disk_that_fails_once_a_shard_is_linked_takes_nothing_from_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"a": torch.arange(4.0)}
+    known, _ = next_checkpoint(Before(), tmp_path / "1", tensors)
+    before = files_in(tmp_path / "1")
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(InputError):
+        next_checkpoint(known, tmp_path / "2", tensors)
+    assert files_in(tmp_path / "1") == before
 
 
 def test_tensors_that_stay_are_apart_from_the_second_time_on_and_linked_from_the_third(tmp_path: Path) -> None:
