@@ -214,7 +214,6 @@ class Placed:
     places: tuple[Place, ...]
 
 
-def in_place(tensor: TensorAt, *keys: str) -> Placed:
-    """Return a tensor that is all of an entry, or of several."""
-    offsets = ((0,) * len(tensor.shape),)
-    return Placed(tensor, tensor.shape, tuple(Place(key, tensor.shape, offsets) for key in keys))
+def in_place(tensor: TensorAt, key: str) -> Placed:
+    """Return a tensor that is all of an entry."""
+    return Placed(tensor, tensor.shape, (Place(key, tensor.shape, ((0,) * len(tensor.shape),)),))

@@ -5,7 +5,6 @@ Source: torch 2.13.0, torch/distributed/checkpoint/metadata.py and filesystem.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -50,10 +49,11 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     def place(tensor: TensorAt, *, is_fused: bool) -> Placed:
         return model.place(tensor, is_fused=is_fused) if model else in_place(tensor, tensor.name)
 
-    for fqn, tensor in _with_ties(checkpoint, for_torchtitan):
+    for fqn, tensor in checkpoint.tensors.items():
         if not fqn.endswith(checkpoint.shape.ignored_suffixes):
-            placed = place(tensor, is_fused=False) if model else in_place(tensor, *_names_of(fqn, checkpoint))
-            saved.add(placed, lambda key: (key,))
+            first, *others = (place(replace(tensor, name=n), is_fused=False) for n in _names_of(fqn, checkpoint))
+            places = (*first.places, *(at for placed in others for at in placed.places))
+            saved.add(replace(first, places=places), lambda key: (key,))
     for placed in model.balances(checkpoint.tensors) if model else ():
         saved.add(placed, lambda key: (key,))
     trained = checkpoint.trained
@@ -120,14 +120,7 @@ def _state_key(key: str, kind: str) -> tuple[str, str]:
 
 
 def _names_of(fqn: str, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a weight's name, and those tied to it that are stored nowhere else: transformers' state dicts have all."""
-    tied = next((group for group in checkpoint.shape.ties if fqn in group), ())
-    return (fqn, *(name for name in tied if name not in checkpoint.tensors))
-
-
-def _with_ties(checkpoint: Checkpoint, for_torchtitan: bool) -> Iterator[tuple[str, TensorAt]]:
-    """Yield the weights; torchtitan's state dicts have a tied one under each of its names."""
-    yield from checkpoint.tensors.items()
-    for group in checkpoint.shape.ties if for_torchtitan else ():
-        owner = next(checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors)
-        yield from ((fqn, replace(owner, name=fqn)) for fqn in group if fqn not in checkpoint.tensors)
+    """Return a weight's name, and those tied to it that are not stored: state dicts of trainers have all of them."""
+    group = next((group for group in checkpoint.shape.ties if fqn in group), (fqn,))
+    stored = [name for name in group if name in checkpoint.tensors]
+    return (fqn, *(name for name in group if fqn == stored[0] and name not in stored))
