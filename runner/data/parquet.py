@@ -108,6 +108,10 @@ def _open(file: Path, fields: Fields | None = None) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(file) as table:
             if fields is not None:
+                for column in _columns(table, fields):
+                    if table.schema_arrow.names.count(column) > 1:
+                        problem = f"expected one column {column!r}, found several of that name"
+                        raise DataError(str(file), problem, "write the file without the others", code="data.no-column")
                 is_text = fields.row is None
                 for column in fields.texts if is_text else ROW_FIELDS[:1]:
                     _check_column(table.schema_arrow, column, file, is_text=is_text)
