@@ -22,8 +22,8 @@ logger = logging.getLogger("runner")
 TokenIds: TypeAlias = "array[int]"
 MOST_NBYTES = 64 << 20  # of a document in JSON or a row: in memory it takes up to 4 times as much, twice for a moment
 IGNORED = -100  # the label of positions that are ignored in the loss
-_IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS = ROW_FIELDS = (
-    "input_ids", "labels", "loss_mask", "position_ids", "document_ids",
+_IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS, _ATTENTION = ROW_FIELDS = (
+    "input_ids", "labels", "loss_mask", "position_ids", "document_ids", "attention_mask",
 )  # fmt: skip
 _LARGEST = 3.4e38  # float32, which fields are
 _HEAD = 3  # numbers before the JSON text of an encoded row
@@ -150,6 +150,7 @@ def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
         if record.get(_LABELS) is not None or not {0, 1}.issuperset(mask):
             raise ValueError("expected labels, or a loss_mask of 0 and 1, and not both")
         labels = [token if counts else IGNORED for token, counts in zip(ids, mask, strict=True)]
+    _check_attention(record, labels)
     for name, numbers in ((_IDS, ids), (_LABELS, [label for label in labels if label != IGNORED])):
         if numbers and not 0 <= min(numbers) <= max(numbers) < form.vocab_size:
             raise ValueError(f"expected {name} from 0 to below {form.vocab_size}, the model's vocabulary, "
@@ -164,6 +165,16 @@ def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
     return Row(
         ids=ids, labels=[*labels[1:], IGNORED], positions=positions if form.is_masked else None, fields=fields
     )  # fmt: skip
+
+
+def _check_attention(record: Mapping[str, Any], labels: Sequence[int]) -> None:
+    """Check that an attention_mask would change nothing: what it leaves out is padding at the end, and not learned."""
+    attends = _whole_numbers(record, _ATTENTION, len(labels), [1] * len(labels))
+    num_attended = sum(map(bool, attends))
+    if attends != [1] * num_attended + [0] * (len(labels) - num_attended):
+        raise ValueError("expected an attention_mask of 1, and 0 for padding at the end")
+    if any(label != IGNORED for label in labels[num_attended:]):
+        raise ValueError("expected labels of -100, or a loss_mask of 0, for padding, where attention_mask is 0")
 
 
 def _positions(record: Mapping[str, Any], length: int) -> list[int]:
@@ -186,7 +197,7 @@ def _whole_numbers(
     values = record.get(name)
     if values is None and default is not None:
         return default
-    kinds = (int, bool) if name == _MASK else (int,)
+    kinds = (int, bool) if name in (_MASK, _ATTENTION) else (int,)
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
         raise ValueError(f"expected a list of whole numbers in field {name!r}, found {_kind_of(values)}")
     if length is not None and len(values) != length:

@@ -110,6 +110,11 @@ def test_rows_without_labels_are_evaluated_by_own_losses(tmp_path: Path) -> None
         {"input_ids": [1, 2], "loss_mask": [1, 1], "labels": [1, 2]},
         {"input_ids": [1, 2], "document_ids": [0, 1]},
         {"input_ids": [1, 2], "position_ids": [1, 2]},
+        {"input_ids": [2, 3, 0], "attention_mask": [1, 1, 0]},
+        {"input_ids": [2, 3, 0], "attention_mask": [1, 1, 0], "labels": [2, 3, 0]},
+        {"input_ids": [0, 2, 3], "attention_mask": [0, 1, 1], "loss_mask": [0, 1, 1]},
+        {"input_ids": [2, 3, 4], "attention_mask": [1, 2, 2]},
+        {"input_ids": [2, 3], "attention_mask": [1]},
     ],
 )
 def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[str, Any]) -> None:
@@ -121,6 +126,30 @@ def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[s
     skipped = Skipped()
     batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE, skipped=skipped))
     assert (len(batches), skipped.count) == (1, 1)
+
+
+def test_padding_that_does_not_count_is_as_no_padding(tmp_path: Path) -> None:
+    """As a tokenizer of transformers writes rows of one length: a mask that changes nothing is no error."""
+    padded: list[dict[str, Any]] = [
+        {"input_ids": TOKENS[0], "attention_mask": [1, 1, 1, 1, 0, 0], "labels": [IGNORED, *LABELS[0][:5]]},
+        {"input_ids": [6, 7, 8, 0], "attention_mask": [1, 1, 1, 0], "loss_mask": [0, 1, 1, 0]},
+    ]
+    for name in ("rows.jsonl", "rows.parquet"):
+        records = [{"labels": None, "loss_mask": None, **record} for record in padded]
+        (batch,) = rows_in(write(tmp_path / name, records), is_tokenized=True)
+        assert (batch.tokens.tolist(), batch.labels.tolist()) == (TOKENS[:2], LABELS[:2])
+
+
+@pytest.mark.parametrize("name", ["text", "input_ids", "labels"])
+def test_columns_of_one_name_are_refused(name: str, tmp_path: Path) -> None:
+    values = pyarrow.array(["w1"] if name == "text" else [[1, 2]])
+    columns = {"text": [name] * 2, "input_ids": [name] * 2, "labels": ["input_ids", name, name]}[name]
+    parquet.write_table(pyarrow.Table.from_arrays([values] * len(columns), names=columns), tmp_path / "a.parquet")
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    for shuffle in (False, True):
+        with pytest.raises(DataError) as error:
+            rows_in(str(tmp_path / "a.parquet"), folder=folder, is_tokenized=name != "text", shuffle=shuffle)
+        assert (error.value.where, error.value.code) == (str(tmp_path / "a.parquet"), "data.no-column")
 
 
 def test_row_of_text_that_is_not_utf8_is_refused_by_its_number(tmp_path: Path) -> None:
