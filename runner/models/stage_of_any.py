@@ -198,14 +198,15 @@ def longest_alike(config: Any, length: int, most: int) -> int:
 
 
 class _Elsewhere(nn.Module):
-    """A layer of another stage: hands the hidden state on, and has the attributes of the layer."""
+    """A layer of another stage: hands the hidden state on, and has the attributes of the layer, on the meta device."""
 
     def __init__(self, layer: nn.Module, num_results: int) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
-            if not name.startswith("_") and name != "training" and not isinstance(value, (nn.Module, torch.Tensor)):
-                setattr(self, name, value)
+        self._layer = (layer,)  # in a tuple, which registers no module
         self._num_results = num_results
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"][0], name)  # of modules, too: RWKV scales the weights of all its layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

@@ -371,6 +371,10 @@ def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> 
     assert compare(combination("LlamaForCausalLM", 1, "--train-only", "mlp"))[1] is None
 
 
+def test_stages_scale_the_weights_that_the_whole_model_scales_in_evaluations() -> None:
+    assert compare(combination("RwkvForCausalLM", 1, vpp=2, num_hidden_layers=8))[1] is None
+
+
 # XGLM's lowest score is that of float64; the norm of Gemma 4 is of gradients that rounding changes more than others.
 @pytest.mark.parametrize("architecture", ["XGLMForCausalLM", "Gemma4ForCausalLM"])
 def test_a_right_model_with_masters_passes(architecture: str) -> None:
