@@ -140,3 +140,25 @@ def test_switch_that_is_killed_anywhere_is_finished(then: int, tmp_path: Path, m
             path.name for path in folder.iterdir() if not path.name.startswith(".")
         }
     assert at > 8
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_files_that_links_lead_to_stay_as_they_are(num_shards: int, link: Any, tmp_path: Path) -> None:
+    """As in the cache of the hub, whose snapshots are links to files that others read."""
+    states = write_states(tmp_path, 3, num_shards=num_shards)
+    snapshot = tmp_path / "models--a--b/snapshots/main"
+    blobs = Path(shutil.copytree(tmp_path / "v1", tmp_path / "models--a--b/blobs"))
+    snapshot.mkdir(parents=True)
+    for blob in blobs.iterdir():
+        blob.chmod(0o444)
+        link(blob, snapshot / blob.name)
+    (tmp_path / "v3" / CONFIG).write_text("{}")
+    for number in (1, 2, 3):
+        reshard.publish_delta(tmp_path / f"v{number}", tmp_path / "chain")
+    before = {blob.name: (blob.read_bytes(), blob.stat().st_mtime_ns) for blob in blobs.iterdir()}
+    for number in (2, 3, 1):
+        reshard.apply_delta(tmp_path / "chain", snapshot, version=number)
+        assert weights_in(snapshot) == states[number - 1]
+        assert auxiliary_in(snapshot) == auxiliary_in(tmp_path / f"v{number}")
+        assert {blob.name: (blob.read_bytes(), blob.stat().st_mtime_ns) for blob in blobs.iterdir()} == before
