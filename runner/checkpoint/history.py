@@ -26,6 +26,7 @@ logger = logging.getLogger("runner")
 
 _CLAIM = ".lock"
 _NAME = re.compile(r"step-(\d{6,18})")
+_REMOVED = re.compile(r"\.step-\d{6,18}\.removed")
 _LEFT = re.compile(r"\.step-\d{6,18}\.(partial|removed)")
 
 
@@ -97,7 +98,7 @@ def claim_history(history: Path) -> Iterator[None]:
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there"):
-        _remove_left(history)
+        _remove_left(history, _LEFT)
         yield
 
 
@@ -122,7 +123,7 @@ def prune(
     spared: Collection[Path | None] = (),
     beat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back, while nothing is saved.
+    """Remove all but the last `keep` checkpoints up to `newest`, after reading that one back.
 
     What an earlier removal has left is removed, too.
 
@@ -161,18 +162,18 @@ def prune(
             if not removed.is_symlink():  # what it leads to stays
                 write_record(removed, files_of_manifest(removed) or ())
         _remove(removed)
-    _remove_left(history)
+    _remove_left(history, _REMOVED)  # others may write in partial folders here
 
 
-def _remove_left(history: Path) -> None:
-    """Remove what killed runs, and removals that failed, have left.
+def _remove_left(history: Path, names: re.Pattern[str]) -> None:
+    """Remove what killed runs, and removals that failed, have left in folders of these names.
 
     What cannot be removed is logged and left: on NFS, a file that another process still reads.
     """
     with system_errors(history, code="checkpoint.unreadable"):
         folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
     for path in folders:
-        if _LEFT.fullmatch(path.name):
+        if names.fullmatch(path.name):
             check_ours(path)
             try:
                 remove_tree(path)
