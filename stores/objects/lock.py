@@ -67,6 +67,13 @@ def new_lock() -> bytes:
     return f"{who}\nA command is writing here, or was interrupted.\n{uuid.uuid4()}\n".encode()
 
 
+def check_lock(client: ObstoreClient, lock: bytes) -> None:
+    """Raise unless a prefix still has this lock: otherwise nothing may be written there."""
+    if client.load(LOCK_NAME) != lock:
+        problem = f"another process took it over with {Parameter('force', True)}"
+        raise OutputError(client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
+
+
 def _unfinished_error(client: ObstoreClient, others: Mapping[str, ObjectEntry]) -> OutputError:
     text = client.load(LOCK_NAME)[:_SHOWN_CHARS].decode(errors="replace").partition("\n")[0]
     nbytes = sum(entry.nbytes for entry in others.values())

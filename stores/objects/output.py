@@ -23,6 +23,7 @@ from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
 from stores.objects.client import ObjectEntry, ObjectWriter, ObstoreClient, open_writable, remove_objects
 from stores.objects.lock import (
     CompletedObjects,
+    check_lock,
     has_ended,
     new_lock,
     read_progress,
@@ -70,7 +71,8 @@ def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), 
         listed_now = list_objects(client)  # some may have come before the lock, and its writer may have finished
         is_unfinished = is_unfinished and not has_ended(listed, listed_now)
         abandoned = unfinished_objects(client, listed_now, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
-        progress = CompletedObjects(plan, lock, {*wanted, *abandoned})  # no kill may make these names forgotten
+        names = {*wanted, *recorded, *abandoned}  # no kill may make them forgotten, and some may come late
+        progress = CompletedObjects(plan, lock, names)
         completed = unfinished.completed(listed_now) if unfinished is not None else {}
         if progress.names:
             progress.add(client, completed)
@@ -98,7 +100,7 @@ class ObjectTarget:
         progress: CompletedObjects | None = None,
         completed: Mapping[str, ObjectEntry] | None = None,
     ) -> None:
-        self._client, self._own_lock = client, lock
+        self._client, self.lock = client, lock
         self._progress = progress or CompletedObjects("", lock)
         self._reusable = dict(completed or {})
         self._nbytes: dict[str, int] = {}
@@ -147,6 +149,10 @@ class ObjectTarget:
         self.check_lock()
         self._nbytes[name] = len(data)  # an interrupt may come right after the object has
         self._client.put(name, data)
+
+    def note(self, name: str, nbytes: int) -> None:
+        """Note an object that another process has written under this lock, so that `commit` looks for it."""
+        self._nbytes[name] = nbytes
 
     def copy(self, name: str, blocks: Blocks) -> None:
         """Write a file of any length.
@@ -204,7 +210,8 @@ class ObjectTarget:
             raise done
         self._settle_records()  # a later one would stay
         try:
-            remove_objects(self._client, [*({PROGRESS_NAME, *self._reusable} & listed.keys()), LOCK_NAME])
+            others = {PROGRESS_NAME, *self._progress.names} - self._nbytes.keys()  # what writers before sent late
+            remove_objects(self._client, [*(others & listed.keys()), LOCK_NAME])
         except InputError as error:  # not allowed to, perhaps
             if name != MANIFEST_NAME:  # readers would take it for unfinished
                 raise
@@ -260,6 +267,4 @@ class ObjectTarget:
     def check_lock(self) -> None:
         """Raise unless the lock is ours, and the prefix: otherwise nothing may be written here."""
         self._opening.result()
-        if self._client.load(LOCK_NAME) != self._own_lock:
-            problem = f"another process took it over with {Parameter('force', True)}"
-            raise OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
+        check_lock(self._client, self.lock)

@@ -120,6 +120,16 @@ def test_what_several_killed_writers_left_is_removed_by_the_next(moto: MotoServe
     assert objects_in(moto, "left").keys() == {"c.txt", "manifest.json"}
 
 
+def test_what_a_writer_sent_late_is_removed_as_the_next_one_commits(moto: MotoServer) -> None:
+    url = url_of("sent-late")
+    killed(url, {"a.txt", "b.txt", "manifest.json"})
+    with open_output(url, force=True, wanted={"c.txt", "manifest.json"}) as second:
+        put(moto, "sent-late/b.txt", b"on its way when the lock was taken over")
+        second.put("c.txt", b"{}")
+        second.commit(b"{}")
+    assert objects_in(moto, "sent-late").keys() == {"c.txt", "manifest.json"}
+
+
 def test_checkpoint_whose_lock_cannot_be_removed_is_readable_and_finished(moto: MotoServer) -> None:
     url = url_of("locked")
     moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
