@@ -8,13 +8,16 @@ the other, and each keeps and publishes a part of them. Rank 0 writes the index 
 version exists. A delta is of the version before, by the digest of the whole state: a run whose weights at the start are
 not the newest version's, because it resumes from an earlier step, publishes a full version first. A run that has no
 step left publishes one unless the chain has these weights: later versions may be others'. No version is ever removed.
+In a bucket, rank 0 locks the version's prefix, as `reshard delta publish` does, and takes the place of a publisher that
+is at it or was killed; each rank looks whether the lock is still there before an object of its own appears. A publish
+that fails leaves the prefix locked, and the next one takes its place, so that no rank waits for its objects' removal.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -50,6 +53,8 @@ from stores.folders.lock import locking
 from stores.folders.publish import publishing
 from stores.local import LocalFile, LocalFolder
 from stores.objects.client import open_writable
+from stores.objects.lock import check_lock
+from stores.objects.output import ObjectTarget, open_output
 from stores.open import open_store
 from stores.versions import check_chain, numbers_in
 
@@ -122,6 +127,7 @@ class Publisher(InFlight[PublishReport]):
         self._memory = [HostCopy(state, dtype_of), HostCopy(state, dtype_of)]  # of the last state, and the next
         self._start = self._memory[0].fill(state)
         self._last: _State | None = None
+        self._output: ObjectTarget | None = None  # on rank 0, the version that is written to a bucket
 
     def publish(self, weights: Held, step: int, *, has_trained: bool = True) -> None:
         """Publish the weights after a step; of a run that `has_trained` none, unless a version has them."""
@@ -154,13 +160,13 @@ class Publisher(InFlight[PublishReport]):
             shared = [in_rounds("publish", partial(self._open_version, stack, last, new), self._group)]
             dist.broadcast_object_list(shared, src=0, group=self._group)
             assert shared[0] is not None
-            number, is_delta, folder = shared[0]
+            number, is_delta, place = shared[0]
             if is_delta and new.whole == last.whole:
                 return replace(report, num_tensors=new.num_tensors)
             write = partial(
                 self._write_own,
                 number,
-                folder,
+                place,
                 new,
                 last if is_delta else None,
                 hurrying(state, self._is_awaited.is_set),
@@ -172,7 +178,7 @@ class Publisher(InFlight[PublishReport]):
             def finish(stop: Event) -> None:
                 if dist.get_rank() == 0:
                     with self._timer.working():
-                        self._commit(number, folder, metadata, written)
+                        self._commit(place, metadata, written)
                         stack.close()
 
             in_rounds("publish", finish, self._group)
@@ -202,10 +208,10 @@ class Publisher(InFlight[PublishReport]):
 
     def _open_version(
         self, stack: ExitStack, last: _State, new: _State, stop: Event
-    ) -> tuple[int, bool, str | None] | None:
-        """Return, on rank 0, the number of the next version, whether it is a delta, and the folder to write in.
+    ) -> tuple[int, bool, str | bytes] | None:
+        """Return, on rank 0, the next version's number, whether it is a delta, and the folder to write in.
 
-        The folder is None for a bucket, and where the newest version has these weights already.
+        In a bucket, that is the lock of its prefix. It is empty where the newest version has these weights already.
         """
         if dist.get_rank():
             return None
@@ -220,13 +226,16 @@ class Publisher(InFlight[PublishReport]):
             bases = numbers[-1:] if self._has_trained else numbers[::-1]
             is_delta = any(self._is_base(store.file(f"{folder_of(base)}/{INDEX_NAME}"), last) for base in bases)
             if is_delta and new.whole == last.whole:
-                return number, is_delta, None
-            if self._is_remote:  # a killed publisher may have left objects, which other ranks have put there
-                stale = [name for name in store.names() if name.startswith(f"{folder_of(number)}/")]
-                if stale:
-                    open_writable(self._chain).remove(stale)
-                return number, is_delta, None
+                return number, is_delta, ""
             wanted = (*self._paths, *self._files, INDEX_NAME)
+            if self._is_remote:
+                self._output = open_output(f"{self._chain}/{folder_of(number)}", force=True, wanted=wanted)
+                try:
+                    self._output.check_lock()  # once the names are recorded, other ranks may write
+                except BaseException:
+                    self._output.abort()
+                    raise
+                return number, is_delta, self._output.lock
             out = Path(self._chain) / folder_of(number)
             target = publishing(out, force=False, find_owned=lambda _: None, wanted=wanted)
             return number, is_delta, str(stack.enter_context(target))
@@ -241,7 +250,7 @@ class Publisher(InFlight[PublishReport]):
     def _write_own(
         self,
         number: int,
-        folder: str | None,
+        place: str | bytes,
         new: _State,
         base: _State | None,
         hurries: Callable[[], bool],
@@ -261,31 +270,46 @@ class Publisher(InFlight[PublishReport]):
                     written[path] = changed, (yield from write_delta(root / path, pairs, new.digests, is_cancelled))
             return []
 
-        with self._timer.working(), nullcontext(folder) if folder else TemporaryDirectory(prefix="publish-") as root:
-            if folder:
-                check_folder(Path(folder))
-            run_beside_training(write(Path(root)), hurries)
-            for path, (_, size) in () if folder else written.items():
-                writer = open_writable(self._chain).writer(f"{folder_of(number)}/{path}", size, self._timer.beat)
-                writer.write_all(Blocks(LocalFile(Path(root) / path)))
+        with self._timer.working():
+            if isinstance(place, str):
+                check_folder(Path(place))
+                run_beside_training(write(Path(place)), hurries)
+                return written
+            prefix = open_writable(f"{self._chain}/{folder_of(number)}").settled()
+
+            def check() -> None:
+                self._timer.beat()
+                check_lock(prefix, place)
+
+            with TemporaryDirectory(prefix="publish-") as root:
+                run_beside_training(write(Path(root)), hurries)
+                for path, (_, size) in written.items():
+                    prefix.writer(path, size, check).write_all(Blocks(LocalFile(Path(root) / path)))
         return written
 
     def _commit(
-        self, number: int, folder: str | None, metadata: Mapping[str, str], written: Mapping[str, tuple[list[str], int]]
+        self, place: str | bytes, metadata: Mapping[str, str], written: Mapping[str, tuple[list[str], int]]
     ) -> None:
         """Write the auxiliary files of a full version, and the index, with which it exists."""
         weight_map = {fqn: path for path, (fqns, _) in written.items() for fqn in fqns}
         files = {} if "base_version" in metadata else dict(self._files)
-        files[INDEX_NAME] = encode_version(metadata, self._file_digests, weight_map)  # the last
-        if folder:
-            check_sizes(Path(folder), {path: nbytes for path, (_, nbytes) in written.items()})
+        index = encode_version(metadata, self._file_digests, weight_map)
+        sizes = {path: nbytes for path, (_, nbytes) in written.items()}
+        if isinstance(place, str):
+            check_sizes(Path(place), sizes)
+            for name, data in {**files, INDEX_NAME: index}.items():
+                self._timer.beat()
+                (Path(place) / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(Path(place) / name, data)
+            return
+        assert self._output is not None, "rank 0 has opened it"
+        for name, nbytes in sizes.items():
+            self._output.note(name, nbytes)
         for name, data in files.items():
             self._timer.beat()
-            if folder is None:
-                open_writable(self._chain).put(f"{folder_of(number)}/{name}", data)
-            else:
-                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                write_file(Path(folder) / name, data)
+            self._output.put(name, data)
+        self._timer.beat()
+        self._output.commit(index, INDEX_NAME)
 
     def _is_cancelled(self, stop: Event) -> bool:
         self._timer.beat()

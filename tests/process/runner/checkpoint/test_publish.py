@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import reshard
-from manifests.errors import OutputError
-from tests.builders import files_in, pack, run
+from manifests.errors import InputError, OutputError
+from stores.objects.output import open_output
+from tests.builders import INDEX, files_in, pack, run
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
 from tests.process.local_jobs import forked_runner
@@ -129,13 +130,37 @@ def test_chain_in_a_bucket(packed: Path, tmp_path: Path, moto: MotoServer, monke
     chain, checkpoints = url_of("published"), tmp_path / "checkpoints"
     for name, value in moto.environment().items():
         monkeypatch.setenv(name, value)
-    for number in (1, 2):  # what killed publishers have left is no file of a version
-        key = f"published/weight_v{number:06d}/model-00009-of-00009.safetensors"
-        moto.client().put_object(Bucket=chain.split("/")[2], Key=key, Body=b"half")
+    name = "model-00009-of-00009.safetensors"
+    others = [open_output(f"{chain}/weight_v{number:06d}", wanted={name, INDEX}) for number in (1, 2)]
+    for other in others:  # what killed publishers, or slower ones, have written is no file of a version
+        other.put(name, b"half")
     train(packed, tmp_path / "log", *RATE, "--steps", "2", "--publish", chain, "--publish-every", "1",
           "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
     assert versions(chain) == [(1, None), (2, 1)]
     check_steps(chain, checkpoints, {1: 1, 2: 2}, tmp_path)
+    before = moto.objects(BUCKET, "published/")
+    for other in others:
+        with pytest.raises(InputError):
+            other.commit(b"{}", INDEX)
+        other.abort()
+    assert moto.objects(BUCKET, "published/") == before
+    assert not [key for key in before if name in key or ".reshard" in key]
+
+
+@pytest.mark.slow
+def test_run_that_may_not_write_a_version_to_a_bucket_says_so_and_continues(
+    packed_alone: Path, tmp_path: Path, moto: MotoServer
+) -> None:
+    key = "refused/weight_v000001/of-another-program.bin"
+    moto.client().put_object(Bucket=BUCKET, Key=key, Body=b"of nobody that we know")
+    options = ("--steps", "2", "--publish", url_of("refused"), "--publish-every", "1")
+    ended = forked_runner("launch", packed_alone, "--log-dir", tmp_path / "log", "--", *FLAGS, *RATE, *options)
+    assert (ended.returncode, "[output.exists]" in ended.stderr) == (3, True), "of the last version"
+    lines = [json.loads(line) for line in (tmp_path / "log/metrics.jsonl").read_text().splitlines()]
+    failures = [line["publish_error"] for line in lines if "publish_error" in line]
+    assert len(failures) == 2
+    assert all("weight_v000001" in failure and "already exists" in failure for failure in failures)
+    assert moto.objects(BUCKET, "refused/") == {key: b"of nobody that we know"}
 
 
 def test_model_in_a_bucket_does_not_become_a_chain(packed: Path, tmp_path: Path, moto: MotoServer) -> None:
