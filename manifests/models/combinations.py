@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -269,12 +269,20 @@ def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
     """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each."""
-    fields = _text_fields(config)
-    for name in _CUT:
-        if isinstance(count := fields.get(name), int) and count % num_tensor:
+    for name, count in _cut_counts(_text_fields(config)):
+        if isinstance(count, int) and count % num_tensor:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
     check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
+
+
+def _cut_counts(fields: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    """Yield what tensor-parallel ranks have parts of, by field: of the model, and of layers with others."""
+    layers = fields.get("per_layer_config")
+    for part in (fields, *(layers.values() if isinstance(layers, Mapping) else ())):
+        yield from ((name, part.get(name)) for name in _CUT if isinstance(part, Mapping))
+    if fields.get("attention_k_eq_v"):  # without it, transformers does not read the field
+        yield "num_global_key_value_heads", fields.get("num_global_key_value_heads")
 
 
 def check_heads(config: Mapping[str, Any], num_context: int, method: ContextMethod, num_tensor: int) -> None:

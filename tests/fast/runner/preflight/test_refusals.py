@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
@@ -139,6 +140,19 @@ def test_tensor_parallel_ranks_have_whole_heads_and_vocabulary_rows(wording: Cal
         check_divides(shape, config, 4, 1)
     assert (error.value.where, error.value.code) == ("--tp", "options.tp-divisor")
     wording(str(error.value))
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_tensor_parallel_ranks_have_whole_heads_of_layers_that_have_others(is_read: bool) -> None:
+    """As Gemma 4 has, in either form of its config, and only with `attention_k_eq_v`."""
+    config = {"num_attention_heads": 8, "num_key_value_heads": 4, "attention_k_eq_v": is_read}
+    of_layers: list[dict[str, Any]] = [{"num_global_key_value_heads": 2}]
+    of_layers.append({"per_layer_config": {"5": {"num_key_value_heads": 2} if is_read else {}}})
+    for fields in of_layers:
+        text = {"text_config": {**config, **fields}}
+        check_divides(model_shape(llama_config()), text, 2, 1)
+        with pytest.raises(UsageError, match=r"divisor of 2 \(num_") if is_read else nullcontext():
+            check_divides(model_shape(llama_config()), text, 4, 1)
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-gpt-oss"])
