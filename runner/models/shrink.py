@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # The largest sizes of a tiny model, by the names that configs have for them.
 SIZES: Mapping[str, int] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_dim", "lru_width"), 64),
@@ -26,9 +27,8 @@ SIZES: Mapping[str, int] = {
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length", "rel_extent"), 128
     ),
-    **dict.fromkeys(
-        ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num"), 8
-    ),
+    **dict.fromkeys(_EXPERTS, 8),
+    "zero_expert_num": 8,
     **dict.fromkeys(
         ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts"), 2
     ),
@@ -91,7 +91,10 @@ def _small(name: str, value: Any) -> Any:
         return value
     if isinstance(value, list):  # one for each layer
         return [_small(name, entry) for entry in value]
-    return min(value, most) if isinstance(value, int) else value
+    if not isinstance(value, int):
+        return value
+    # --ep is tried on two ranks, whatever it is: a 3rd, 5th or 7th expert gets another beside it.
+    return min(value + value % 2 if name in _EXPERTS and value > 1 else value, most)
 
 
 def _keep_groups(tiny: dict[str, Any], config: Mapping[str, Any]) -> None:

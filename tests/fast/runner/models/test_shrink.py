@@ -29,6 +29,8 @@ PLAIN = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 
         ({"intermediate_size": [8, 512]}, {"intermediate_size": [8, 96]}),
         ({"q_lora_rank": None, "n_shared_experts": 0, "tie_word_embeddings": True, "num_experts": 512},
          {"q_lora_rank": None, "n_shared_experts": 0, "tie_word_embeddings": True, "num_experts": 8}),
+        ({"num_experts": 1, "num_local_experts": 3, "n_routed_experts": 7, "moe_num_experts": 9},
+         {"num_experts": 1, "num_local_experts": 4, "n_routed_experts": 8, "moe_num_experts": 8}),
         ({"eos_token_id": [151645, 151643], "pad_token_id": None, "image_token_id": 9},
          {"eos_token_id": 2, "pad_token_id": None, "image_token_id": 2}),
         ({"hidden_size": 2048, "mamba_expand": 4, "mamba_n_heads": 128, "mamba_d_head": 64, "intermediate_size": 8192},
