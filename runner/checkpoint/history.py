@@ -155,7 +155,7 @@ def prune(
         removed = path.with_name(f".{path.name}.removed")
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
             if removed.exists():
-                check_ours(removed)
+                check_ours(removed, _owned)
                 _remove(removed)
             os.rename(path, removed)
             sync_folder(history)
@@ -174,11 +174,17 @@ def _remove_left(history: Path, names: re.Pattern[str]) -> None:
         folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
     for path in folders:
         if names.fullmatch(path.name):
-            check_ours(path)
+            check_ours(path, _owned)
             try:
                 remove_tree(path)
             except OSError as error:
                 logger.warning("%s: left by an earlier save, cannot be removed: %s", path, error.strerror)
+
+
+def _owned(folder: Path) -> tuple[str, ...]:
+    """Return the files of a checkpoint in a folder, and those that NFS keeps there for processes that read them."""
+    leftovers = (str(path.relative_to(folder)) for path in folder.rglob(".nfs*"))
+    return (*(files_of_manifest(folder) or ()), *leftovers)
 
 
 def _why_kept(path: Path) -> str | None:

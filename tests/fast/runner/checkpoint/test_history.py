@@ -157,6 +157,7 @@ def test_what_cannot_be_removed_of_an_earlier_run_is_named_and_left(
     """NFS keeps a file that another process reads, and so its folder."""
     left = tmp_path / ".step-000001.removed"
     (left / "stage-000").mkdir(parents=True)
+    (left / "stage-000" / ".nfs00000000004f36a500000002").touch()
 
     def rmtree(path: Path) -> None:
         raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
