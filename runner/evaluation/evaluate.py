@@ -134,7 +134,8 @@ def check_same_data(flag: str, data: DataOptions) -> None:
 def _check_same_flags(options: EvalOptions) -> None:
     """Check that ranks read and record the same: each node has a command of its own."""
     what = (options.out is None, options.top_k, options.hidden_states)
-    flags = (options.text, options.seq_len, options.microbatch, options.dtype, *what)
+    sizes = (len(options.sources), options.seq_len, options.microbatch)
+    flags = (options.text, *sizes, options.dtype, *what)
     shared = from_rank_0(flags)
     with raise_on_all_ranks("options"):
         if flags != shared:

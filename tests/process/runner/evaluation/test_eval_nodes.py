@@ -97,7 +97,7 @@ def evaluate_on_nodes(place: Path, nodes: Sequence[Sequence[object]]) -> list[tu
     return [(node.wait(110), (place / f"node{number}").read_text()) for number, node in enumerate(running)]
 
 
-@pytest.mark.parametrize("other", ["model", "text", "--no-packing"])
+@pytest.mark.parametrize("other", ["model", "text", "--no-packing", "--data"])
 def test_nodes_that_would_evaluate_other_things_are_refused(other: str, place: Path) -> None:
     """Stages on two nodes: with other files there, tokens would be of one text, and labels of another."""
     node = place / "node"
@@ -108,14 +108,14 @@ def test_nodes_that_would_evaluate_other_things_are_refused(other: str, place: P
     with open(node / "text.jsonl", "a") as stream:
         stream.write("\n")
     model, text = ((node if other == name else place) for name in ("model", "text"))
-    words = (model / "pp=2", "--data", text / "text.jsonl", *([other] if other.startswith("-") else ()))
+    more = {"--no-packing": ["--no-packing"], "--data": ["--data", place / "text.jsonl"]}.get(other, [])
+    words = (model / "pp=2", "--data", text / "text.jsonl", *more)
     first, second = evaluate_on_nodes(place, ((place / "pp=2", "--data", place / "text.jsonl"), words))
     assert (first[0], second[0]) == (3, 3), (first, second)
     where, code = {
         "model": (node / "pp=2/manifest.json", "manifest.differs-between-ranks"),
         "text": (f"--data {node / 'text.jsonl'}", "data.differs-between-ranks"),
-        "--no-packing": ("runner eval", "data.differs-between-ranks"),
-    }[other]
+    }.get(other, ("runner eval", "data.differs-between-ranks"))
     error = json.loads(first[1].splitlines()[-1])["error"]
     assert error["where"].startswith("rank 1, ")
     assert error["where"].endswith(f": {where}")
