@@ -169,10 +169,12 @@ def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
 
 def _check_attention(record: Mapping[str, Any], labels: Sequence[int]) -> None:
     """Check that an attention_mask would change nothing: what it leaves out is padding at the end, and not learned."""
-    attends = _whole_numbers(record, _ATTENTION, len(labels), [1] * len(labels))
+    if record.get(_ATTENTION) is None:
+        return
+    attends = _whole_numbers(record, _ATTENTION, len(labels))
     num_attended = sum(map(bool, attends))
     if attends != [1] * num_attended + [0] * (len(labels) - num_attended):
-        raise ValueError("expected an attention_mask of 1, and 0 for padding at the end")
+        raise ValueError("expected an attention_mask of 1, and 0 for padding at the end; documents have document_ids")
     if any(label != IGNORED for label in labels[num_attended:]):
         raise ValueError("expected labels of -100, or a loss_mask of 0, for padding, where attention_mask is 0")
 
