@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -69,7 +70,8 @@ class OutputFile:
         try:
             os.fsync(self._buffered)
         except OSError:
-            os.truncate(self._buffered, 0)
+            with suppress(OSError):  # read-only since then, perhaps
+                os.truncate(self._buffered, 0)
             raise
         self._let_go(0, 0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,15 +44,26 @@ def test_long_part_in_whole_sectors_is_written_from_where_it_is(tmp_path: Path) 
     assert (tmp_path / "file").read_bytes()[SECTOR_NBYTES:] == bytes(part)
 
 
-def test_what_cannot_be_brought_to_disk_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux tells of a page that was not written once, and then has it in its cache as if it were on disk."""
+@pytest.mark.parametrize(("truncate", "kept"), [(errno.EROFS, b"headents"), (None, b"")])
+def test_what_cannot_be_brought_to_disk_is_not_read_again(
+    truncate: int | None, kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells of a page that was not written once, and then has it in its cache as if it were on disk.
 
-    def fails(descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    After an I/O error the file system may be read-only.
+    """
+
+    def fails(number: int) -> Callable[..., None]:
+        def fail(*_: object) -> None:
+            raise OSError(number, os.strerror(number))
+
+        return fail
 
     file = OutputFile(tmp_path / "file", 8, "buffered", is_synced=True)
     file.write(memoryview(b"contents"), 0, 8, 0)
-    monkeypatch.setattr(os, "fsync", fails)
+    monkeypatch.setattr(os, "fsync", fails(errno.EIO))
+    if truncate is not None:
+        monkeypatch.setattr(os, "truncate", fails(truncate))
     with pytest.raises(OSError, match="Input/output error"):
         file.finish(b"head", sync=True)
-    assert (tmp_path / "file").read_bytes() == b""
+    assert (tmp_path / "file").read_bytes() == kept
