@@ -127,9 +127,8 @@ def _refuse_empty(words: Sequence[str]) -> None:
     for word, following in pairwise((*words, "-")):
         flag, joined, value = word.partition("=")
         if not following or (joined and not value and flag.startswith("--")):
-            problem, hint = "expects a value, found none", "give one; if it is a variable's, the variable is not set"
-            where = flag if word.startswith("-") else f"the argument after {word}"
-            raise UsageError(where, problem, hint, code="usage.arguments")
+            problem, hint = "is followed by an empty value", "give one; if it is a variable's, the variable is not set"
+            raise UsageError(flag if word.startswith("-") else word, problem, hint, code="usage.arguments")
 
 
 def _moved(error: Any) -> UsageError | None:
