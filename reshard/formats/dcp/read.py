@@ -55,6 +55,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     stored = _Stored(folder, config.fields if has_torchtitan_names(weights) else None)
     weights = stored.with_place(weights)
     model = ModelTensors.cover(stored.tensors(weights), config, options, where)
+    model = replace(model, weights=_stored_once(model.weights, model.shape))
     optimizer = None
     if OPTIMIZER not in options.drop:
         optimizer = find_optimizer(folder, saved, partial(stored.parameters, weights, model.shape))
@@ -174,6 +175,16 @@ def _weights(saved: Sequence[DcpTensor], where: str) -> dict[str, DcpTensor]:
             raise SourceError(f"{where}/{METADATA_NAME}: {name!r}", problem, code="source.tensor-twice")
         weights[name] = tensor
     return weights
+
+
+def _stored_once(weights: Mapping[str, TensorAt], shape: ModelShape) -> dict[str, TensorAt]:
+    """Return the weights without second names of tied ones in one place, which an export has."""
+    owners = {fqn: group[0] for group in shape.ties for fqn in group[1:] if group[0] in weights}
+    return {
+        fqn: tensor
+        for fqn, tensor in weights.items()
+        if fqn not in owners or replace(tensor, name=owners[fqn]) != weights[owners[fqn]]
+    }
 
 
 def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
