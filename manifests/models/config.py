@@ -148,8 +148,9 @@ def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
     name = next(name for name, dtype in CONFIG_DTYPES.items() if dtype == stored)
     parts = {key: value for key, value in config.items() if key.endswith("_config") and isinstance(value, dict)}
     parts.pop("quantization_config", None)  # which is of no module
-    changed = {key: with_dtype(part, stored) for key, part in parts.items()}  # such as text_config
-    return {**config, **changed, **{key: name for key in _DTYPE_KEYS if key in config}}
+    for key, part in parts.items():  # such as text_config; null is the dtype of the whole
+        parts[key] = part | with_dtype({field: value for field, value in part.items() if value is not None}, stored)
+    return {**config, **parts, **{key: name for key in _DTYPE_KEYS if key in config}}
 
 
 def encode_config(config: Mapping[str, Any]) -> bytes:

@@ -164,7 +164,8 @@ def test_trained_weights_are_exported_in_the_dtype_of_the_source_and_untrained_o
 def test_export_in_one_dtype_says_so_in_index_and_config(
     flag: str, stored: str, name: str, key: str, tmp_path: Path
 ) -> None:
-    config = llama_config(**{key: "float16"}, text_config={key: "float16", "bos_token_id": 1})
+    parts = {"text_config": {key: "float16", "bos_token_id": 1}, "vision_config": {key: None}}
+    config = llama_config(**{key: "float16"}, **parts)
     tensors = write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F16"]), num_shards=2)
     pack(tmp_path / "source", tmp_path / "out")
     ended = reshard("export", tmp_path / "out", "--to", "hf", "--dtype", flag, "--out", tmp_path / "exported", "--json")
@@ -173,6 +174,9 @@ def test_export_in_one_dtype_says_so_in_index_and_config(
         expect_cast(tensor, tensors[fqn], stored)
     exported = files_in(tmp_path / "exported")
     assert json.loads(exported["config.json"]) == {**config, key: name, "text_config": {key: name, "bos_token_id": 1}}
+    again = tmp_path / "again"  # nothing is cast
+    run("export", pack(tmp_path / "exported", tmp_path / "same"), "--to", "hf", "--dtype", flag, "--out", again)
+    assert files_in(again) == exported
     total = sum(len(tensor.data) for tensor in tensors.values()) * (2 if stored == "F32" else 1)
     assert json.loads(exported[INDEX])["metadata"]["total_size"] == total
     assert reshard("plan", tmp_path / "exported", "--layout", "pp=2").code == 0
