@@ -35,7 +35,9 @@ from reshard.tensors.checkpoint import AuxiliaryAt
 from stores.folders.lock import locking
 
 _CLOSED_NAME = "closed.index.json"
-_CLOSED = {"metadata": {}, "weight_map": {"": "interrupted-switch.run-reshard-delta-apply-again.safetensors"}}
+_CLOSED = json.dumps(
+    {"metadata": {}, "weight_map": {"": "interrupted-switch.run-reshard-delta-apply-again.safetensors"}}
+).encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ class Work:
     def prepare(self, index: Mapping[str, object], record: Mapping[str, Sequence[str]]) -> None:
         """Record the switch: the `shards` and `auxiliary` files that are moved, and those that are `removed`."""
         write_file(self.new / INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-        write_file(self.new / _CLOSED_NAME, json.dumps(_CLOSED).encode())
+        write_file(self.new / _CLOSED_NAME, _CLOSED)
         sync_folder(self.new)
         write_file(self.record, json.dumps(record).encode())
 
@@ -100,6 +102,7 @@ class Work:
         if not self.record.is_file():
             return False
         record = self._read_record()
+        self._check_whole(record)
         has_others = not all(name.endswith(".safetensors") for name in (*record["auxiliary"], *record["removed"]))
         if has_others or not (self.target / INDEX_NAME).exists():
             with suppress(FileNotFoundError):  # closed before the interrupt
@@ -116,6 +119,16 @@ class Work:
         (self.folder / "journal").unlink(missing_ok=True)
         self.record.unlink()
         return True
+
+    def _check_whole(self, record: Mapping[str, Sequence[str]]) -> None:
+        """Refuse a switch of which new files are lost: nothing would take the place of what it removes."""
+        places = [self.new, self.target] if (self.new / INDEX_NAME).exists() else [self.target]  # all were moved
+        names = [INDEX_NAME, *record["shards"], *record["auxiliary"]]
+        lost = [name for name in names if not any((place / name).exists() for place in places)]
+        if lost or (len(places) == 1 and (self.target / INDEX_NAME).read_bytes() == _CLOSED):
+            problem = f"an interrupted switch cannot be finished: {(lost or names)[0]} is not in {self.new}"
+            hint = "put that folder back, or apply to an empty folder"
+            raise OutputError(str(self.record), problem, hint, code="output.bad-switch")
 
     def _read_record(self) -> dict[str, list[str]]:
         where = str(self.record)

@@ -102,6 +102,31 @@ def test_readers_find_a_whole_version_at_any_moment(
     assert weights_in(folder) == states[after - 1]
 
 
+def is_killed(at: int, chain: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Apply version 2, and be killed before a rename or removal; return whether there were so many."""
+    left = at
+    for name in ("replace", "unlink"):
+        change = getattr(os, name)
+
+        def struck(*args: Any, change: Any = change, **kwargs: Any) -> Any:
+            nonlocal left
+            if Path(args[0]).name == "lock":  # of this process, which does not end
+                return change(*args, **kwargs)
+            if left == 0:
+                raise KeyboardInterrupt
+            left -= 1
+            return change(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, struck)
+    try:
+        reshard.apply_delta(chain, folder, version=2)
+    except (KeyboardInterrupt, UserError):
+        return True
+    finally:
+        monkeypatch.undo()
+    return False
+
+
 @pytest.mark.parametrize("then", [2, 3])
 def test_switch_that_is_killed_anywhere_is_finished(then: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states = write_states(tmp_path, 3)
@@ -112,27 +137,8 @@ def test_switch_that_is_killed_anywhere_is_finished(then: int, tmp_path: Path, m
     at, is_done = 0, False
     while not is_done:
         folder = Path(shutil.copytree(tmp_path / "before", tmp_path / f"served{at}"))
-        left = at
-
-        for name in ("replace", "unlink"):
-            change = getattr(os, name)
-
-            def struck(*args: Any, change: Any = change, **kwargs: Any) -> Any:
-                nonlocal left
-                if Path(args[0]).name == "lock":  # of this process, which does not end
-                    return change(*args, **kwargs)
-                if left == 0:
-                    raise KeyboardInterrupt
-                left -= 1
-                return change(*args, **kwargs)
-
-            monkeypatch.setattr(os, name, struck)
-        try:
-            reshard.apply_delta(tmp_path / "chain", folder, version=2)
-            is_done = True
-        except (KeyboardInterrupt, UserError):
-            at += 1
-        monkeypatch.undo()
+        is_done = not is_killed(at, tmp_path / "chain", folder, monkeypatch)
+        at += not is_done
         assert reshard.apply_delta(tmp_path / "chain", folder, version=then).number == then
         assert weights_in(folder) == states[then - 1]
         assert (folder / TEMPLATE).read_text() == str(then)
@@ -140,6 +146,35 @@ def test_switch_that_is_killed_anywhere_is_finished(then: int, tmp_path: Path, m
             path.name for path in folder.iterdir() if not path.name.startswith(".")
         }
     assert at > 8
+
+
+@pytest.mark.parametrize("lost", ["new", f"new/{INDEX}"])
+def test_switch_whose_new_files_are_lost_removes_no_weights(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = write_states(tmp_path, 2)
+    for number in (1, 2):
+        (tmp_path / f"v{number}" / TEMPLATE).write_text(str(number))
+        reshard.publish_delta(tmp_path / f"v{number}", tmp_path / "chain")
+    reshard.apply_delta(tmp_path / "chain", tmp_path / "before", version=1)
+    at, outcomes, is_done = 0, set[str](), False
+    while not is_done:
+        folder = Path(shutil.copytree(tmp_path / "before", tmp_path / f"served{at}"))
+        is_done = not is_killed(at, tmp_path / "chain", folder, monkeypatch)
+        at += not is_done
+        path = folder / ".cache/reshard" / lost
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+        left = {path.name for path in folder.iterdir()}
+        try:
+            reshard.apply_delta(tmp_path / "chain", folder, version=2)
+            outcomes.add("applied")
+            assert weights_in(folder) == states[1]
+        except UserError as error:
+            outcomes.add(error.code)
+            assert {path.name for path in folder.iterdir()} == left
+    assert outcomes == {"applied", "output.bad-switch"}
 
 
 @pytest.mark.parametrize("link", [os.link, os.symlink])
