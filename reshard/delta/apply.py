@@ -122,7 +122,7 @@ def apply_delta(
         hash_s = time.monotonic() - began_s
         target, before = _target(opened, wanted, present, before, work.deltas)
         if published is None and wanted.files is not None:
-            published = opened.files(before or 0)
+            published = opened.files(before or 0) or _files_at(opened, before or 0)
         plan = _plan(folder, target, present, number, published or {})
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
@@ -196,6 +196,15 @@ def _target(
     if is_base:
         return follow(present, chain, [*line[:-1], version], scratch=scratch), before
     return open_version(chain, number, scratch=scratch), before
+
+
+def _files_at(chain: Chain, number: int) -> dict[str, str]:
+    """Return the auxiliary files of a version that no index lists: those of a full version of slime's."""
+    try:
+        is_known = chain.line(number)[0].is_full
+    except SourceError:  # versions before are missing
+        return {}
+    return {item.path: item.digest or "" for item in open_version(chain, number).auxiliary} if is_known else {}
 
 
 def _number_of(chain: Chain, state: str | None, number: int | None) -> int | None:

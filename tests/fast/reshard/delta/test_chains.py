@@ -758,6 +758,20 @@ def test_auxiliary_files_are_followed_through_versions_of_slime(versions: tuple[
     assert (folder / "generation_config.json").exists()
 
 
+def test_file_that_only_a_full_version_of_slime_has_is_removed_with_the_next_one(tmp_path: Path) -> None:
+    write_states(tmp_path, 3)
+    chain, folder = tmp_path / "chain", tmp_path / "served"
+    reshard.publish_delta(tmp_path / "v1", chain)
+    shutil.copytree(tmp_path / "v2", chain / "weight_v000002")
+    (chain / "weight_v000002/chat_template.jinja").write_text("of slime's")
+    reshard.publish_delta(tmp_path / "v3", chain)
+    for number in (1, 2, 3):
+        apply_delta(chain, folder, version=number)
+        assert (folder / "chat_template.jinja").exists() == (number == 2)
+    apply_delta(chain, tmp_path / "fresh")
+    assert {path.name for path in folder.iterdir()} == {path.name for path in (tmp_path / "fresh").iterdir()}
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_auxiliary_file_that_a_chain_has_lost_is_found(number: int, tmp_path: Path) -> None:
     write_states(tmp_path, 2)
