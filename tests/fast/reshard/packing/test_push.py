@@ -276,7 +276,7 @@ def test_public_repository_is_written_with_public_alone(hub: Hub, packed: Path) 
     assert reshard("push", packed, "org/new", "--public", "--json").json["is_private"] is False
 
 
-@pytest.mark.parametrize("name", ["", "a/b/c", "org/na me", "org/-x", "s3://bucket", "org/name@"])
+@pytest.mark.parametrize("name", ["a/b/c", "org/na me", "org/-x", "s3://bucket", "org/name@"])
 def test_malformed_names_are_refused(hub: Hub, packed: Path, name: str) -> None:
     assert refusal("push", packed, name).found[1] == "store.malformed-address"
     assert hub.take_requests() == []
