@@ -43,6 +43,7 @@ CONFIG: dict[str, Any] = {
     "vocab_size": 128,
 }
 SEQ_LEN = 256
+_NUM_STEPS = 3  # now and then the profiler misses allocations of one
 
 
 def run_case(case: dict[str, Any]) -> dict[str, Any]:
@@ -67,9 +68,12 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     table = timetable.planned(cut.num_microbatches)
     planned = estimate_memory(model_shape(CONFIG), stage_modules, table, training).ranks[dist.get_rank()]
     schedule.train(padded_batch(0, size=cut.global_batch, seq_len=SEQ_LEN, vocab_size=CONFIG["vocab_size"]))
-    for chunk in chunks:
-        chunk.zero_grad()
-    return {"planned": asdict(planned), "peak": peak_nbytes(schedule, cut)}
+    peaks = []
+    for _ in range(_NUM_STEPS):
+        for chunk in chunks:
+            chunk.zero_grad()
+        peaks.append(peak_nbytes(schedule, cut))
+    return {"planned": asdict(planned), "peak": max(peaks)}
 
 
 def peak_nbytes(schedule: Schedule, cut: BatchOptions) -> int:
