@@ -54,7 +54,9 @@ _CHUNK = 5  # tokens of a chunk of the loss: fewer than a tiny microbatch has
 _TOLERANCES: Mapping[torch.dtype, float] = {torch.float32: 1e-6, torch.bfloat16: 2.0**-8}  # of the norm of a tensor
 _COMPILED = 1e-5  # in float32: compiled code adds in another order
 _LEAST = 1e-2  # of the largest norm of a gradient: what is smaller may be nothing but rounding
+_DIFFER = "do not compute what the whole model does"
 _HINTS: Mapping[str, str] = {
+    "--compile": "remove it; to compile on a CPU, as this check does, takes a C++ compiler and torch's headers",
     "--dtype": "train with --dtype fp32",
     "--ac": "remove it, or use another mode of --ac",
     "--schedule": "use a schedule that does not split the backward, such as 1F1B or Interleaved1F1B",
@@ -121,11 +123,11 @@ def check_stages(family: SelfChecked, stage_modules: Sequence[tuple[str, ...]], 
 
 
 def _failed(family: SelfChecked, where: str, problem: str) -> ModelError:
+    wrongly = ", and wrongly" if problem.startswith(_DIFFER) else ""
     return ModelError(
         where,
-        f"stages of {family.architecture} are right without it, and with it do not compute what the whole model "
-        f"does: {problem}",
-        f"{_HINTS.get(where.split()[0], 'remove it')}; {ANYWAY}, and wrongly",
+        f"stages of {family.architecture} are right without it, and with it {problem}",
+        f"{_HINTS.get(where.split()[0], 'remove it')}; {ANYWAY}{wrongly}",
         code="model.self-check-failed",
     )
 
@@ -144,14 +146,14 @@ def _difference(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: Ru
     if run.compute.dtype != "fp32":
         tiny = _with_casts(tiny, run.compute)
         if problem := _wrong_dtype(tiny):
-            return problem
+            return f"{_DIFFER}: {problem}"
         rounded = _whole_outcome(tiny)
     try:
         outcome = _stage_outcome(tiny, stage_modules, run)
     except UserError:
         raise
     except Exception as error:  # of a layer that cannot be recomputed, say
-        return f"a stage fails with {describe(error)}"
+        return f"fail with {describe(error)}"
     is_reordered = run.compute.loss_chunk is not None or run.compute.is_compiled
     tolerance = _COMPILED if run.compute.is_compiled else 0.0
     tolerance = max(tolerance, _TOLERANCES[FLAG_DTYPES[run.compute.dtype]])
@@ -166,7 +168,7 @@ def _difference(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: Ru
         if ratio > most:
             share, limit = (number / max(norm, 1e-30) for number in (ratio * allowed, allowed))
             worst, most = f"{name} differs by {share:.1e} of its norm, expected at most {limit:.1e}", ratio
-    return worst or None
+    return f"{_DIFFER}: {worst}" if worst else None
 
 
 _GRADIENT = "the gradient of "

@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,18 @@ def test_what_is_wrong_with_an_option_alone_is_refused_by_its_name(
         assert (caught.value.code, caught.value.where) == ("model.self-check-failed", where)
     if wrong == "differs":
         wording(re.sub(r"the gradient .*", "…", str(caught.value)))
+
+
+def test_a_machine_that_cannot_compile_is_told_so(
+    twin: Callable[[str], Generic], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", (None, str(tmp_path / "g++")))
+    with pytest.raises(ModelError) as caught:
+        check(twin("nothing"), 1, run=RunOptions(compute=ComputeOptions(is_compiled=True)))
+    assert (caught.value.code, caught.value.where) == ("model.self-check-failed", "--compile")
+    assert "InvalidCxxCompiler" in caught.value.problem
+    assert "wrongly" not in (caught.value.hint or "")
 
 
 def test_right_stages_pass_with_all_options(twin: Callable[[str], Generic]) -> None:
