@@ -315,9 +315,8 @@ def _work(
                 copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        work[name] = Work(
-            flops=round(flops), flops_per_key=keyed, saved=round(saved), normed=2 * width, products=round(given)
-        )
+        norms = {"saved_fp32": 2 * width, "normed": 2 * width, "whole": 4 * width, "whole_fp32": 2 * width}
+        work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), **norms)
         if PROJECTION in layer.shapes:
             work[name] += work[entry.outputs[-1]]
     if BESIDE in work and is_beside(entry.architecture, BESIDE):

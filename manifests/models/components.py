@@ -36,16 +36,31 @@ class Component:
 
 
 def norm(width: int) -> Component:
-    """RMS norm. Kept: its input, a statistic, and its output, which is what the matrices after it need."""
-    return Component(tensors={"weight": (width,)}, work=Work(saved=2 * width, saved_fp32=1, normed=width))
+    """RMS norm, in transformers several operations.
+
+    Kept: its input in float32, a statistic, its input divided, and its output, which the matrices after it need.
+    """
+    kept = {"saved": 2 * width, "saved_fp32": width + 1, "whole": 2 * width, "whole_fp32": width}
+    return Component(tensors={"weight": (width,)}, work=Work(normed=width, **kept))
+
+
+def scaled_in_float32(shape: ModelShape) -> ModelShape:
+    """Return the shape with RMS norms that multiply by their weights before they round, and keep their input divided
+    in float32, too.
+    """
+
+    def scaled(work: Work) -> Work:
+        return work + Work(saved_fp32=work.normed, whole_fp32=work.normed) - Work(saved=work.normed, whole=work.normed)
+
+    return replace(shape, work={module: scaled(work) for module, work in shape.work.items()})
 
 
 def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Component:
-    """Layer norm. Kept: as of an RMS norm, with two statistics."""
+    """Layer norm, in transformers one operation. Kept: its input, two statistics, and its output."""
     tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}
     if bias:
         tensors["bias"] = (width,)
-    return Component(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2, normed=width))
+    return Component(tensors=tensors, work=Work(saved=2 * width, saved_fp32=2, normed=width, whole=2 * width))
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
@@ -80,9 +95,11 @@ def attention(
     part += linear(width, keys, bias=bias).below("k_proj")
     part += linear(width, keys, bias=bias).below("v_proj")
     part += linear(queries, width, bias=bias if out_bias is None else out_bias).below("o_proj")
-    if qk_norm:  # of each head: one weight for all, a statistic for each
+    if qk_norm:  # of each head: one weight for all, a statistic for each; their outputs are rotated, and not kept
         tensors: dict[str, Shape] = {"q_norm.weight": (head,), "k_norm.weight": (head,)}
-        part += Component(tensors=tensors, work=Work(saved=queries + keys, saved_fp32=heads + kv_heads))
+        part += Component(
+            tensors=tensors, work=Work(saved=queries + keys, saved_fp32=queries + keys + heads + kv_heads)
+        )
     saved = 2 * queries + 2 * keys
     work = Work(flops_per_key=4 * queries, saved=saved, saved_fp32=heads, products=queries, keys=2 * keys)
     return part + Component(work=work)

@@ -29,6 +29,7 @@ from manifests.models.components import (
     mxfp4,
     norm,
     routing,
+    scaled_in_float32,
 )
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Work
@@ -210,7 +211,7 @@ def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> M
         + norm(width).below("pre_feedforward_layernorm")
         + norm(width).below("post_feedforward_layernorm")
     )
-    return decoder(architecture, config, block, tied_unless_said=True)
+    return scaled_in_float32(decoder(architecture, config, block, tied_unless_said=True))
 
 
 GPT_OSS_HEAD = 64  # GptOssConfig
@@ -225,7 +226,7 @@ def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     attended = attention(config, head=GPT_OSS_HEAD, bias=config.flag("attention_bias", True))
     attended += Component(tensors={"sinks": (heads,)})
     block = layer(attended, _gpt_oss_experts(config), width)
-    return decoder("GptOssForCausalLM", config, block, methods={"mxfp4": mxfp4})
+    return scaled_in_float32(decoder("GptOssForCausalLM", config, block, methods={"mxfp4": mxfp4}))
 
 
 def _gpt_oss_experts(config: ConfigReader) -> Component:

@@ -223,24 +223,24 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     take and give is on every tensor-parallel rank, the rest is divided.
     """
     tokens, nbytes, every = training.num_tokens, training.policy.compute, training.recompute
-    norms, statistics = 2 * work.normed, FP32_NBYTES * work.saved_fp32 // training.tensor
-    saved = nbytes * _divided(work.saved, norms, training.tensor) + statistics
-    saved += _unfused_nbytes(work, training) + nbytes * masked_elements(work, training)
-    gradients = nbytes * _divided(work.saved, norms, training.tensor) // 4  # of what an MLP's second matrix takes
+    statistics = FP32_NBYTES * (work.saved_fp32 - work.whole_fp32) // training.tensor
+    rounded = nbytes * _divided(work.saved, work.whole, training.tensor)
+    saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + nbytes * masked_elements(work, training)
+    gradients = rounded // 4  # of what an MLP's second matrix takes
     temporary = tokens * gradients + _weight_gradient(work, largest, training)
     given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights
     activations = saved
     if every != "none" and not (isinstance(every, int) and number % every):
         activations = nbytes * width  # its input
         if every == "selective":
-            activations += nbytes * _divided(work.products, work.normed, training.tensor) + statistics
+            activations += nbytes * _divided(work.products, work.normed, training.tensor)  # and attention's few sums
         activations = min(activations, saved)
     return _Cost(
         activations=tokens * activations,
         temporary=temporary,
         recomputed=tokens * (saved - activations),
-        gradients=tokens * nbytes * _divided(given, norms, training.tensor),
-        saves_input=activations < saved or training.norms_save_input,
+        gradients=tokens * nbytes * _divided(given, 2 * work.normed, training.tensor),
+        saves_input=activations < saved or _norms_save_input(work, training),
     )
 
 
@@ -255,8 +255,8 @@ def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
     logits, fp32 = nbytes * work.saved, FP32_NBYTES * work.saved_fp32
     weight = _weight_gradient(work, largest, training)
     if work.normed or not work.saved_fp32:
-        activations = tokens * (logits + fp32 + _unfused_nbytes(work, training))
-        is_norm = work.normed > 0 and training.norms_save_input
+        activations = tokens * (logits + fp32)
+        is_norm = work.normed > 0 and _norms_save_input(work, training)
         return _Cost(
             activations=activations, temporary=weight, gradients=tokens * nbytes * work.normed, saves_input=is_norm
         )
@@ -267,9 +267,9 @@ def _outer_cost(work: Work, training: Training, largest: int) -> _Cost:
     return _Cost(activations=0, temporary=tokens * (logits + 3 * fp32) + weight + 2 * nbytes * largest)
 
 
-def _unfused_nbytes(work: Work, training: Training) -> int:
-    """Return what norms keep besides if they are several operations: their input divided, and both in float32."""
-    return 0 if training.is_fused else work.normed * (2 * FP32_NBYTES - training.policy.compute)
+def _norms_save_input(work: Work, training: Training) -> bool:
+    """Whether norms keep their input as it is, not a float32 copy of it."""
+    return not work.whole_fp32 or training.policy.compute == FP32_NBYTES
 
 
 def _weight_gradient(work: Work, largest: int, training: Training) -> int:

@@ -38,15 +38,17 @@ class Work:
     `torch.utils.flop_counter` counts them. Attention is counted over all keys of the sequence, masked
     ones too: what a causal mask or a window saves depends on the kernel.
 
-    Kept are the inputs of the operations whose gradients need them, each tensor once, under fused
-    norms and fused attention and without activation checkpointing.
+    Kept are the inputs of the operations whose gradients need them, each tensor once, with fused
+    attention and without activation checkpointing.
     """
 
     flops: int = 0
     flops_per_key: int = 0  # for each token that is attended to
     saved: int = 0  # elements, in the compute dtype
     saved_fp32: int = 0  # elements, in float32 whatever the compute dtype
-    normed: int = 0  # of the elements saved, what norms over the model's width give; they take as many
+    normed: int = 0  # elements that norms over the model's width give
+    whole: int = 0  # of the elements saved, those of these norms, which tensor parallelism does not divide
+    whole_fp32: int = 0  # of those in float32, likewise
     products: int = 0  # elements that matrix products and attention give: what `--ac selective` keeps
     keys: int = 0  # of the elements saved, keys and values that heads share
 

@@ -120,7 +120,7 @@ class Training:
 
     @property
     def is_fused(self) -> bool:
-        """Whether norms, the optimizer step, and the rounding of bfloat16 products are one operation each."""
+        """Whether the optimizer step and the rounding of bfloat16 products are one operation each."""
         return self.host_memory is None
 
     @property
@@ -128,11 +128,6 @@ class Training:
         """Whether FSDP is used: to shard parameters, or for the master weights of tensor-parallel matrices."""
         shards_experts = self.expert > 1 and self.expert_shard > 1
         return self.shard > 1 or shards_experts or (self.tensor > 1 and self.policy.has_masters)
-
-    @property
-    def norms_save_input(self) -> bool:
-        """Whether norms keep their input as it is: if they are several operations, they keep it in float32."""
-        return self.is_fused or self.policy.compute == FP32_NBYTES
 
 
 def masked_elements(work: Work, training: Training) -> int:

@@ -33,18 +33,18 @@ WIDE_LATENTS = {
 }  # fmt: skip
 
 
-def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
-    """Give the bytes that autograd keeps of one layer on the CPU, and how many values its norms give.
+def kept_of_layer(config: dict[str, Any], index: int, dtype: torch.dtype) -> int:
+    """Give the bytes that autograd keeps of one layer on the CPU.
 
     Tensors that hold no activation are not counted: weights, rotary tables, indices.
     """
     batch, seq_len = 2, 32
-    model = build(config)
+    model = build(config).to(dtype)
     layer, position = model.model.layers[index], torch.arange(seq_len)[None]
-    hidden = torch.randn(batch, seq_len, config["hidden_size"], requires_grad=True)
+    hidden = torch.randn(batch, seq_len, config["hidden_size"], dtype=dtype, requires_grad=True)
     tables = model.model.rotary_emb(hidden, position)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *tables)}
-    kept, held, normed = {}, [], 0
+    kept, held = {}, []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -53,16 +53,9 @@ def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
         held.append(tensor)  # so that no storage is used twice
         return tensor
 
-    def count(module: torch.nn.Module, args: object, output: torch.Tensor) -> None:
-        nonlocal normed
-        normed += output.numel()
-
-    for module in layer.modules():
-        if "RMSNorm" in type(module).__name__:
-            module.register_forward_hook(count)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         layer(hidden, position_embeddings=tables, attention_mask=None, position_ids=position)
-    return sum(kept.values()), normed
+    return sum(kept.values())
 
 
 @pytest.mark.parametrize(
@@ -72,7 +65,7 @@ def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
         ("tiny-qwen3", WIDE_HEADS, 0, 0),
         ("tiny-qwen2", WIDE, 0, 0),
         ("tiny-phi3", WIDE, 0, 0),
-        ("tiny-phi", {**WIDE, "hidden_act": "gelu"}, 0, 0),
+        ("tiny-phi", {**WIDE, "hidden_act": "gelu"}, 0, 1e-3),  # a CPU keeps statistics in bfloat16
         ("tiny-qwen3-moe", WIDE_EXPERTS, 1, 0),  # a dense layer
         # transformers runs expert by expert, with copies of its own.
         ("tiny-qwen3-moe", WIDE_EXPERTS, 0, 0.1),
@@ -81,16 +74,20 @@ def kept_of_layer(config: dict[str, Any], index: int) -> tuple[int, int]:
         ("tiny-deepseek-v3", {**WIDE_LATENTS, "q_lora_rank": None}, 0, 0.01),
         # Its attention in transformers is not fused: it keeps scores too.
         ("tiny-gpt-oss", WIDE_HEADS, 1, 0.1),
+        ("tiny-gemma2", WIDE_HEADS, 1, 0.1),
     ],
 )
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
 def test_kept_activations_are_those_of_autograd(
-    name: str, changes: dict[str, Any], index: int, tolerance: float
+    name: str, changes: dict[str, Any], index: int, tolerance: float, policy: str
 ) -> None:
     config = read_config(name, **changes)
     work = model_shape(config).work[f"model.layers.{index}"]
-    kept, normed = kept_of_layer(config, index)
-    # On the CPU a norm is several operations, which keep the divided input too.
-    ours = 2 * 32 * 4 * (work.saved + work.saved_fp32) + 4 * normed
+    dtype = torch.float32 if policy == "fp32" else torch.bfloat16
+    if policy == "bf16" and "deepseek" in name:  # on the CPU, attention with narrower values computes in float32 then
+        tolerance = 0.2
+    kept = kept_of_layer(config, index, dtype)
+    ours = 2 * 32 * (POLICIES[policy].compute * work.saved + 4 * work.saved_fp32)
     assert ours == pytest.approx(kept, rel=tolerance)
 
 
@@ -201,13 +198,13 @@ def test_expert_parallel_ranks_share_experts_and_fsdp_shards_those_over_fewer_ra
 
 def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> None:
     shape = model_shape(read_config("tiny-llama"))
-    # q, k, v, attention and its output; gate, up and the MLP's output; the layer's input; sums of heads, norms.
-    width, keys, ffn, heads, norms = 32, 16, 80, 4, 2
+    # q, k, v, attention and its output; gate, up and the MLP's output; the layer's input.
+    width, keys, ffn = 32, 16, 80
     config = read_config("tiny-llama")
-    assert (config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]) == (width, ffn, heads)
+    assert (config["hidden_size"], config["intermediate_size"]) == (width, ffn)
     asked = replace(FP32, recompute="selective")
     kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
-    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + heads + norms)
+    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width)
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])
@@ -365,7 +362,8 @@ def test_an_mtp_layer_beside_the_decoder_costs_what_a_decoder_layer_does(policy:
     shape, training = shape_of(1, beside=NEXT), replace(FP32, policy=POLICIES[policy])
     width, nbytes = shape.hidden_size, 2 * 8 * training.policy.compute
     kept = costs(shape, training)
-    assert kept["mtp"] == kept["model.layers.3"] + nbytes * 6 * width + 3 * 2 * 8 * 4  # three norms and their results
+    # Three norms and their results, besides their inputs in float32.
+    assert kept["mtp"] == kept["model.layers.3"] + nbytes * 6 * width + 3 * 2 * 8 * 4 * (width + 1)
     full = costs(shape, replace(training, recompute="full"))
     assert full["mtp"] == full["model.layers.3"] == nbytes * width
     work, last, head = (shape.work[module] for module in ("mtp", "model.layers.3", "lm_head"))
