@@ -12,6 +12,7 @@ accelerate are among them where they are installed: `make bench-peers`.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -227,6 +228,8 @@ def _timed(allocate: Callable[[], Any], fill: Callable[[Any], int], device: str 
     memory = None
     if _is_touched:
         fill(memory := allocate())
+    gc.collect()
+    gc.freeze()  # as in ranks: going through all that was imported takes as long as a load
     _began = time.perf_counter(), time.process_time()
     nbytes = fill(allocate() if memory is None else memory)
     if device == "cuda":
