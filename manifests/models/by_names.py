@@ -12,7 +12,7 @@ from math import prod
 
 from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
-from manifests.models.components import mtp_parts
+from manifests.models.components import SOFTCAPPING, mtp_parts
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
@@ -303,7 +303,8 @@ def _work(
         sizes = [dims for name, dims in tensors.items() if len(dims) == 2 and f"{name}.".startswith(f"{module}.")]
         last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
         products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
-        work[module] = Work(flops=products, saved=widths, saved_fp32=last)
+        capped = last if config.has(SOFTCAPPING) else 0
+        work[module] = Work(flops=products, saved=widths + capped, saved_fp32=last)
     for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0

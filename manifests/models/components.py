@@ -118,9 +118,16 @@ def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Component:
     return part + Component(work=Work(saved=4 * ffn))
 
 
-def mlp(up: Component, down: Component, ffn: int) -> Component:
-    """down(act(up(x))). Kept: up and act(up), of width F."""
-    return up + down + Component(work=Work(saved=2 * ffn))
+# Of transformers' activation functions, those that keep more than their input and result, or less.
+_KEPT_BY_ACTIVATION = {"gelu_new": 5, "relu": 1}
+
+
+def mlp(up: Component, down: Component, ffn: int, activation: object = "gelu") -> Component:
+    """down(act(up(x))). Kept: up and act(up), of width F; all that a GELU of several operations needs.
+
+    Source: transformers 5.23, `NewGELUActivation`.
+    """
+    return up + down + Component(work=Work(saved=_KEPT_BY_ACTIVATION.get(str(activation), 2) * ffn))
 
 
 def routing(config: ConfigReader, num_experts: str) -> tuple[int, int]:
@@ -176,6 +183,7 @@ def mtp_parts(width: int) -> Component:
 
 Method = Callable[[ModelShape, ConfigReader], ModelShape]  # of quantization
 NO_METHODS: Mapping[str, Method] = MappingProxyType({})
+SOFTCAPPING = "final_logit_softcapping"  # of a config: logits are at most this, by a tanh
 EMBEDDING, LAYER, NORM, HEAD = "model.embed_tokens", "model.layers.{}", "model.norm", "lm_head"
 # Rotary frequencies: what files of older code have in every layer, and models compute.
 ROTARY_BUFFERS = (".self_attn.rotary_emb.inv_freq",)
@@ -188,6 +196,7 @@ def decoder(
     mtp: Sequence[Component] = (),
     *,
     tied_unless_said: bool = False,
+    caps_logits: bool = False,
     methods: Mapping[str, Method] = NO_METHODS,
 ) -> ModelShape:
     """Return the shape of a decoder with these layers, or equal ones, and, numbered after them, these MTP layers.
@@ -203,7 +212,7 @@ def decoder(
         EMBEDDING: embedding(vocab, width),
         **dict(zip(names, (*layers, *mtp), strict=True)),
         NORM: norm(width),
-        HEAD: head(width, vocab),
+        HEAD: head(width, vocab, caps_logits=caps_logits),
     }
     return assemble(
         architecture,
@@ -251,14 +260,15 @@ def embedding(rows: int, width: int) -> Component:
     return Component(tensors={"weight": (rows, width)})
 
 
-def head(width: int, vocab: int, *, bias: bool = False) -> Component:
+def head(width: int, vocab: int, *, bias: bool = False, caps_logits: bool = False) -> Component:
     """The vocabulary head and the cross-entropy after it.
 
     Shapes: (V, D), bias (V).
-    Kept: its logits, and their log-probabilities in float32.
+    Kept: its logits, the tanh that caps them, and their log-probabilities in float32.
     Source: `LlamaForCausalLM`; `torch.nn.functional.cross_entropy`.
     """
-    return linear(width, vocab, bias=bias) + Component(work=Work(saved=vocab, saved_fp32=vocab))
+    saved = 2 * vocab if caps_logits else vocab
+    return linear(width, vocab, bias=bias) + Component(work=Work(saved=saved, saved_fp32=vocab))
 
 
 MXFP4_BLOCK = 32  # values that share a scale

@@ -61,6 +61,7 @@ def _gpt2_block(config: ConfigReader, width: int) -> Component:
     Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
     """
     heads, ffn = config.divisor("n_head", "n_embd", width), config.count("n_inner", 4 * width)
+    up, down = _conv1d(width, ffn).below("c_fc"), _conv1d(ffn, width).below("c_proj")
     attention = (
         _conv1d(width, 3 * width).below("c_attn")
         + _conv1d(width, width).below("c_proj")
@@ -70,7 +71,7 @@ def _gpt2_block(config: ConfigReader, width: int) -> Component:
         layer_norm(width).below("ln_1")
         + attention.below("attn")
         + layer_norm(width).below("ln_2")
-        + mlp(_conv1d(width, ffn).below("c_fc"), _conv1d(ffn, width).below("c_proj"), ffn).below("mlp")
+        + mlp(up, down, ffn, config.config.get("activation_function", "gelu_new")).below("mlp")
     )
 
 
@@ -118,7 +119,8 @@ def _phi_block(config: ConfigReader, width: int) -> Component:
         tensors = {f"{name}_layernorm.{leaf}": (size,) for name in "qk" for leaf in ("weight", "bias")}
         attention += Component(tensors=tensors, work=Work(saved=width + keys, saved_fp32=2 * (heads + kv_heads)))
     up, down = linear(width, ffn, bias=True).below("fc1"), linear(ffn, width, bias=True).below("fc2")
-    return attention.below("self_attn") + mlp(up, down, ffn).below("mlp") + layer_norm(width).below("input_layernorm")
+    part = mlp(up, down, ffn, config.config.get("hidden_act", "gelu_new"))
+    return attention.below("self_attn") + part.below("mlp") + layer_norm(width).below("input_layernorm")
 
 
 def phi3_shape(config: ConfigReader) -> ModelShape:
@@ -178,7 +180,8 @@ def _falcon_block(config: ConfigReader, width: int) -> Component:
     bias, ffn = config.flag("bias", False), config.count("ffn_hidden_size", 4 * width)
     up = linear(width, ffn, bias=bias).below("dense_h_to_4h")
     down = linear(ffn, width, bias=bias).below("dense_4h_to_h")
-    block = _falcon_attention(config, width, bias=bias).below("self_attention") + mlp(up, down, ffn).below("mlp")
+    part = mlp(up, down, ffn, config.config.get("activation", "gelu"))
+    block = _falcon_attention(config, width, bias=bias).below("self_attention") + part.below("mlp")
     for name in _falcon_norms(config):
         block += layer_norm(width).below(name)
     return block
@@ -303,4 +306,4 @@ def _opt_block(config: ConfigReader, width: int, *, affine: bool) -> Component:
     for name in ("self_attn_layer_norm", "final_layer_norm"):
         block += layer_norm(width, weight=affine, bias=affine).below(name)
     up, down = linear(width, ffn, bias=bias).below("fc1"), linear(ffn, width, bias=bias).below("fc2")
-    return block + mlp(up, down, ffn)
+    return block + mlp(up, down, ffn, config.config.get("activation_function", "relu"))

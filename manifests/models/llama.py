@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from manifests.models.components import (
+    SOFTCAPPING,
     Component,
     attention,
     decoder,
@@ -211,7 +212,8 @@ def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> M
         + norm(width).below("pre_feedforward_layernorm")
         + norm(width).below("post_feedforward_layernorm")
     )
-    return scaled_in_float32(decoder(architecture, config, block, tied_unless_said=True))
+    capped = config.config.get(SOFTCAPPING, 30.0 if architecture == "Gemma2ForCausalLM" else None) is not None
+    return scaled_in_float32(decoder(architecture, config, block, tied_unless_said=True, caps_logits=capped))
 
 
 GPT_OSS_HEAD = 64  # GptOssConfig

@@ -1,0 +1,80 @@
+"""What autograd keeps of functions that a config chooses: activations of MLPs, and capped logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from manifests.models import model_shape
+from tests.fast.manifests.models.built import build, read_config
+from tests.fast.manifests.models.catalogued import stored_by
+
+_TOKENS = torch.arange(2 * 8).view(2, 8)
+
+
+def kept(config: dict[str, Any]) -> int:
+    """Give the numbers that autograd keeps of a forward and its loss."""
+    model, storages, tensors = build(config), dict[int, int](), list[torch.Tensor]()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes() // tensor.itemsize
+        tensors.append(tensor)  # so that no storage is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(_TOKENS, use_cache=False).logits
+        cross_entropy(logits.flatten(0, 1), _TOKENS.flatten())
+    return sum(storages.values())
+
+
+def planned(config: dict[str, Any]) -> int:
+    work = model_shape(config).work.values()
+    return _TOKENS.numel() * sum(of_module.saved + of_module.saved_fp32 for of_module in work)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("tiny-phi", "hidden_act", None),
+        ("tiny-phi", "hidden_act", "relu"),
+        ("tiny-gpt2", "activation_function", None),
+        ("tiny-gpt2", "activation_function", "relu"),
+        ("tiny-opt", "activation_function", None),
+        ("tiny-opt", "activation_function", "gelu_new"),
+        ("tiny-falcon", "activation", None),
+        ("tiny-falcon", "activation", "gelu_new"),
+    ],
+)
+def test_an_mlp_keeps_what_its_activation_needs(name: str, field: str, value: str | None) -> None:
+    """None: the config does not say, and transformers decides."""
+    config = read_config(name)
+    config.pop(field, None)
+    other = {**config, field: "gelu"}
+    config |= {field: value} if value else {}
+    assert planned(config) - planned(other) == kept(config) - kept(other)
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma2", "tiny-gemma3"])
+@pytest.mark.parametrize("changes", [{}, {"final_logit_softcapping": 20.0}])
+def test_capped_logits_keep_their_tanh(name: str, changes: dict[str, float]) -> None:
+    config, other = read_config(name, **changes), read_config(name, final_logit_softcapping=None)
+    difference = kept(config) - kept(other)
+    assert planned(config) - planned(other) == difference
+    assert bool(difference) is (bool(changes) or name == "tiny-gemma2")
+
+
+def test_capped_logits_of_the_catalogue_keep_their_tanh() -> None:
+    config, stored = stored_by("Gemma3nForCausalLM")
+    section = config.get("text_config", config)
+    heads = []
+    for value in (None, 30.0):
+        section["final_logit_softcapping"] = value
+        shape = model_shape(config, stored=stored)
+        heads.append(shape.work[shape.modules[-1]].saved)
+    assert heads[1] - heads[0] == section["vocab_size"]
