@@ -90,9 +90,8 @@ class SavedState:
         tensor, count = placed.tensor, len(placed.places[0].offsets)
         saved = saved_tensor(chunk := SavedTensor(tensor.dtype, placed.chunk_shape))
         nbytes = saved.nbytes * count
-        file = DerivedFile(
-            "as torch.save writes it", (tensor,), nbytes, partial(_blocks, tensor, saved, [chunk.nbytes] * count)
-        )
+        how = f"as torch.save writes it, in chunks of {list(chunk.shape)}"
+        file = DerivedFile(how, (tensor,), nbytes, partial(_blocks, tensor, saved, [chunk.nbytes] * count))
         name = ".".join(keys(placed.places[0].key))
         begin = self.files.add(TensorAt(f"{name}.{placed.places[0].offsets[0]}", "U8", (nbytes,), file, 0, nbytes))
         for place in placed.places:

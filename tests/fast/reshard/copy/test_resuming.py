@@ -17,7 +17,7 @@ from reshard.estimate.assumptions import Assumptions
 from reshard.formats.huggingface.write import export
 from reshard.formats.manifest.read import open_packed
 from reshard.formats.open import open_source
-from reshard.formats.saved_state import SavedState
+from reshard.formats.saved_state import Place, Placed, SavedState
 from reshard.formats.table import ExportOptions
 from reshard.packing.plan import LayoutRequest, lay_out
 from reshard.plans.pack_plan import lay_out_shard
@@ -135,3 +135,15 @@ def test_plans_of_other_values_have_other_keys() -> None:
 
     assert len({key_of(7, 0.1), key_of(8, 0.1), key_of(7, 0.2)}) == 3
     assert key_of(7, 0.1) == key_of(7, 0.1)
+
+
+def test_plans_of_other_chunks_have_other_keys() -> None:
+    """Those of as many bytes, too, such as an expert by itself and in a stack, as torchtitan has it."""
+    tensor = TensorAt("x", "BF16", (32, 16), MemoryFile("source", bytes(1024)), 0, 1024)
+
+    def key_of(*shape: int) -> str:
+        state, place = SavedState(), Place("x", (4, 32, 16)[-len(shape) :], ((0,) * len(shape),))
+        state.add(Placed(tensor, shape, (place,)), lambda key: (key,))
+        return plan_key(state.files.shards)
+
+    assert key_of(32, 16) != key_of(1, 32, 16)
