@@ -124,7 +124,8 @@ def check(
     except InputError as error:  # of the checkpoint, or nobody could have opened the folder
         findings.add_error(error)
     if values:
-        check_values(contents.tensors.values(), findings, count)
+        state = set(contents.state)
+        check_values((tensor for tensor in contents.tensors.values() if tensor not in state), findings, count)
         check_values(contents.state, findings, count, may_be_zero=True)
     if against is not None:
         other_kind, other_folder = find_format(str(against))

@@ -5,6 +5,7 @@ Trainers save these options as dicts of numbers, whose learning rate is that of 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from struct import calcsize, unpack
@@ -25,6 +26,7 @@ from stores.base import Folder, InputFile, read_config, read_range
 from stores.bundles import TensorAt
 
 OPTIMIZER = "optimizer"  # what `drop` calls the optimizer state
+OF_OPTIMIZER = re.compile(rf"(chained_\d+\.)?{OPTIMIZER}\.")  # its entries, those of Megatron-Core's chained ones too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -172,7 +172,7 @@ class Contents:
     num_files: int = 0
     nbytes: int = 0
     tensors: Mapping[str, TensorAt] = field(default_factory=dict)  # by stored name, where they can be read
-    state: Sequence[TensorAt] = ()  # optimizer state that is not among them
+    state: Sequence[TensorAt] = ()  # optimizer state, which may be among them
 
 
 class Findings:

@@ -26,7 +26,14 @@ from reshard.archives.dcp import (
     read_metadata,
 )
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
-from reshard.formats.assemble import OPTIMIZER, ModelTensors, bad_optimizer, config_in, read_model_config
+from reshard.formats.assemble import (
+    OF_OPTIMIZER,
+    OPTIMIZER,
+    ModelTensors,
+    bad_optimizer,
+    config_in,
+    read_model_config,
+)
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
 from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, training_state
@@ -192,11 +199,13 @@ def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents
     index = read_index(folder)
     _report_files(folder, index.items, findings)
     _report_chunks(f"{folder}/{METADATA_NAME}", index.regions, index.items, findings)
+    tensors = read_stored(folder) if options.reads_tensors and not findings else {}
     return Contents(
         num_tensors=sum(regions is not None for regions in index.regions.values()),
         num_files=len({path for path, _, _ in index.items.values()}),
         nbytes=sum(nbytes for _, _, nbytes in set(index.items.values())),
-        tensors=read_stored(folder) if options.reads_tensors and not findings else {},
+        tensors=tensors,
+        state=[tensor for name, tensor in tensors.items() if OF_OPTIMIZER.match(name)],
     )
 
 

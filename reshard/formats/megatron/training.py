@@ -19,6 +19,7 @@ from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup
 from reshard.archives.dcp import DcpTensor
 from reshard.formats.assemble import (
     DECOUPLED,
+    OF_OPTIMIZER,
     OPTIMIZER,
     bad_optimizer,
     check_adamw,
@@ -36,7 +37,6 @@ from stores.bundles import TensorAt
 MASTERS = "param"  # weights in float32, beside those that the model computes with
 RESHARDABLE, _OF_RANKS = "fully_reshardable", "dp_reshardable"
 _ENTRY = re.compile(rf"(?:chained_\d{{1,3}}\.)?{OPTIMIZER}\.state\.({'|'.join((MASTERS, *MOMENTS))})\.(.+)")
-_OF_OPTIMIZER = re.compile(rf"(chained_\d+\.)?{OPTIMIZER}\.")
 _DTYPES: Mapping[str, TrainedDtype] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _QK_NORM = re.compile(r"\.[qk]_(?:a_layer)?norm\.|\.kv_a_layernorm\.")
 
@@ -55,7 +55,7 @@ def find_optimizer(
     for tensor in tensors:
         if match := _ENTRY.fullmatch(tensor.name):
             by_kind[match[1]][match[2]] = tensor
-        elif _OF_OPTIMIZER.match(tensor.name):
+        elif OF_OPTIMIZER.match(tensor.name):
             others.append(tensor.name)
     if not common.get(OPTIMIZER) and not others and not any(by_kind.values()):
         return None
