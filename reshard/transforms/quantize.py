@@ -51,7 +51,7 @@ def _plain_of(tensor: TensorAt, stored: Mapping[str, TensorAt], section: Mapping
     scale = scale_of(tensor, stored)
     assert scale is not None
     if tensor.name.endswith(_BLOCKS):
-        _expect(tensor, {"U8", "F4"})
+        _expect(tensor, {"U8"})
         _expect(scale, {"U8", "F8_E8M0"})
         return _from_mxfp4(tensor, scale, dtype)
     _expect(tensor, {"F8_E4M3", "I8"})

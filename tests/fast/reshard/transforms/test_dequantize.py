@@ -232,6 +232,17 @@ def test_scales_that_are_not_of_the_blocks_are_refused(
     assert found.value.code == "source.quantized-shape"
 
 
+def test_mxfp4_blocks_of_4_bit_elements_are_refused() -> None:
+    """Of which a shape that fits the config has half of the bytes."""
+    stored = {
+        "a_blocks": TensorAt("a_blocks", "F4", (1, 2, 2, 16), MemoryFile("f", bytes(32)), 0, 32),
+        "a_scales": TensorAt("a_scales", "U8", (1, 2, 2), MemoryFile("f", bytes(4)), 0, 4),
+    }
+    with pytest.raises(SourceError) as found:
+        [list(read_blocks(plain)) for _, plain in plain_tensors(stored, {}, "BF16")]
+    assert found.value.code == "source.quantized-dtype"
+
+
 def test_blocks_that_are_larger_than_the_matrix_take_no_memory() -> None:
     sizes = 10**12, 10**30
     weight = TensorAt("a.weight", "F8_E4M3", (4, 8), MemoryFile("f", bytes([0x38]) * 32), 0, 32)  # of ones
