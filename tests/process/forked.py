@@ -126,6 +126,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also where tests run below nohup
         is_rank = os.environ.get("RUNNER_AGENT") == str(os.getppid())
         signal.signal(signal.SIGINT, signal.SIG_DFL if is_rank else signal.default_int_handler)
         logging.root.handlers.clear()

@@ -114,10 +114,15 @@ def _run(reports_dir: Path) -> int:
 
 
 def _at_most_twice(stop: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
-    """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save."""
-    counted = itertools.count(1)
+    """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save.
+
+    A SIGHUP that is ignored so far, as below nohup, is not passed on.
+    """
+    counted, ignores_hangup = itertools.count(1), signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP and ignores_hangup:
+            return
         if next(counted) == 2:
             _finish()
         stop(number, frame)

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[4]
 # What `runner launch` tells the agent about signals.
 HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--shutdown-timeout", "60")
@@ -39,29 +41,46 @@ def main():
 """
 
 
-def agent(worker: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Start the agent with one rank, which runs this code; what they say goes to a file."""
+def agent(worker: str, folder: Path, *, ignored: signal.Signals | None = None) -> subprocess.Popen[bytes]:
+    """Start the agent with one rank, which runs this code, and a signal ignored; what they say goes to a file."""
     (folder / "worker.py").write_text(worker)
     words = ("--standalone", "--nproc-per-node", "1", *HANDLED, "-m", "worker", str(folder))
     with open(folder / "said", "wb") as said:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words],
             env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, stderr=said,
+            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
         )  # fmt: skip
+
+
+def wait_until_begun(folder: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline_s = time.monotonic() + 60
+    while not (folder / "began").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_agent_that_is_asked_to_stop_many_times_waits_until_its_rank_has_saved(tmp_path: Path) -> None:
     with agent(SAVES, tmp_path) as process:
-        deadline_s = time.monotonic() + 60
-        while not (tmp_path / "began").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
+        wait_until_begun(tmp_path, process)
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             process.send_signal(number)
             time.sleep(0.5)
         assert process.wait(timeout=60) == 130
         assert (tmp_path / "saved").exists()
+    assert (tmp_path / "said").read_text() == "interrupted by SIGTERM\n"
+
+
+def test_job_below_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    with agent(SAVES, tmp_path, ignored=signal.SIGHUP) as process:
+        wait_until_begun(tmp_path, process)
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=9)
+        assert not (tmp_path / "saved").exists()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 130
     assert (tmp_path / "said").read_text() == "interrupted by SIGTERM\n"
 
 
