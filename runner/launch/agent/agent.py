@@ -168,6 +168,8 @@ def _stop(number: int, reports: Sequence[ExitReport], options: TrainOptions | No
     cause = find_cause_at_stop(reports, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
     if cause is not None:
         return _report(cause, log_dir, beats)
+    if state is not None and state.ended == "done":  # the signal came after the last step
+        return 0
     if not _is_reported(log_dir):
         say_interrupted(number)
     if log_dir is not None and state is None:

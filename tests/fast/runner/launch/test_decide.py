@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.config.flags import parse_training
 from runner.launch.agent import agent
 from runner.launch.decide import AttemptEnd, Decision, Exit, GiveUp, Requeue, Restart, decide, may_requeue
 from runner.rundir.exit_report import ExitReport
@@ -164,3 +165,14 @@ def test_one_node_reports(
     monkeypatch.setattr(agent, "time", Clock(tmp_path, report_s))
     assert agent._report(cause, tmp_path, ()) == cause.code
     assert (capsys.readouterr().err == "") is is_silent
+
+
+@pytest.mark.parametrize(("state", "code"), [(left("done"), 0), (left("stopped"), INTERRUPTED), (None, INTERRUPTED)])
+def test_signal_after_the_last_step_does_not_fail_a_run_that_is_done(
+    state: RunState | None, code: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if state is not None:
+        write_state(tmp_path, state)
+    options = parse_training(["--data", "synthetic", "--log-dir", str(tmp_path), "--checkpoint", str(tmp_path / "c")])
+    assert agent._stop(signal.SIGTERM, (), options, 0.0) == code
+    assert (capfd.readouterr().err == "") is (code == 0)
