@@ -106,7 +106,7 @@ def _open(file: Path, fields: Fields | None = None) -> Iterator[Any]:
         problem, hint = "reading Parquet requires pyarrow", "pip install pyarrow"
         raise DataError(str(file), problem, hint, code="data.needs-pyarrow") from error
     try:
-        with parquet.ParquetFile(file) as table:
+        with parquet.ParquetFile(file, page_checksum_verification=True) as table:  # of pages that have a checksum
             if fields is not None:
                 for column in _columns(table, fields):
                     if table.schema_arrow.names.count(column) > 1:

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from manifests.errors import InputError
+from manifests.schema import SourcePosition
+from runner.config.schema import DataOptions
+from runner.data.documents import open_sources
 from runner.data.files import Document, find_files, line_offsets, read_documents
 from runner.data.rows import Fields
 
@@ -151,3 +154,17 @@ def test_bad_parquet_is_named(tmp_path: Path, wording: Callable[[str], None]) ->
         error = refusal(file)
         assert (error.code, error.where) == (code, f"{file}{place}")
         wording(str(error))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parquet_whose_page_differs_from_its_checksum_is_refused(shuffle: bool, tmp_path: Path) -> None:
+    file = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"number {number}" for number in range(90)]})
+    parquet.write_table(table, file, use_dictionary=False, compression="none", write_page_checksum=True)
+    (source,) = open_sources(DataOptions(sources=(str(file),), shuffle=shuffle))
+    begin = SourcePosition(epoch=0, item=0, offset=0)
+    assert len({text_of(placed.document) for placed in source.read(begin)}) == 90
+    file.write_bytes(file.read_bytes().replace(b"number 45", b"number 55"))
+    with pytest.raises(InputError) as error:
+        [text_of(placed.document) for placed in source.read(begin)]
+    assert (error.value.code, error.value.where) == ("data.not-parquet", str(file))
