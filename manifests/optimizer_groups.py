@@ -111,7 +111,8 @@ def _adams(defaults: GroupDefaults, shape: ModelShape) -> tuple[ParameterGroup, 
     group = ParameterGroup(
         beta1=defaults.beta1, beta2=defaults.beta2, eps=defaults.eps, weight_decay=defaults.weight_decay
     )
-    return (group,) if defaults.weight_decay_1d else (group, without_decay(group, shape))
+    bare = without_decay(group, shape)
+    return (group,) if defaults.weight_decay_1d or not bare.fqns else (group, bare)
 
 
 def _groups_in(file: Path, defaults: GroupDefaults) -> Iterator[ParameterGroup]:

@@ -109,6 +109,19 @@ def test_adamw_is_what_version_1_describes() -> None:
     assert [kind.name for kind in kinds] == ["exp_avg", "exp_avg_sq", "ema"]
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_model_without_vectors_has_no_group_of_them(name: str) -> None:
+    shape = shape_of()  # OLMo's norms have no weights
+    shape = replace(shape, tensors={fqn: dims for fqn, dims in shape.tensors.items() if len(dims) > 1})
+    for_all, bare = (
+        declare_kinds(
+            optimizer_of(parse_training(["--data", "synthetic", "--optimizer", name, *flag]).optim, shape), shape
+        )
+        for flag in ((), ("--no-weight-decay-1d",))
+    )
+    assert bare == for_all
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_path: Path, tied: bool) -> None:
     text = """
