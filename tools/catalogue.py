@@ -9,6 +9,7 @@ modules run.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
@@ -395,6 +396,8 @@ def work_of(
     query head and its value together, halved: what `4 H h` counts where they are equally wide. And whether every expert
     is computed for every token.
     """
+    own = build(model_class, copy.deepcopy(config), "meta").config.get_text_config(decoder=True)
+    keeps_scores = own._attn_implementation == "eager"  # transformers chooses a fused one where there is one
     config._attn_implementation = config._experts_implementation = "eager"
     if hasattr(decoder, "index_n_heads"):
         decoder.index_n_heads = 2  # half of all heads' width, near to DeepSeek-V3.2's; tiny configs have more
@@ -405,6 +408,7 @@ def work_of(
         return {}
     experts = {"all_experts": True} if computes_all_experts(model, counted[0], 8) else {}
     work = {"latent": True} if getattr(decoder, "qk_nope_head_dim", None) else {}
+    work |= {"keeps_scores": True} if keeps_scores else {}
     known = make_entry(model_class.__name__, {**entry, **work})
     files = revert_weight_conversion(model, dict(model.state_dict()))
     found: dict[int, float] = {}

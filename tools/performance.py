@@ -190,14 +190,15 @@ def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
         f"{mfu['gaps']['runner']['idle_share']:.1%} of the step (plain: {mfu['gaps']['plain']['idle_share']:.1%}) "
         f"{_link('gpu-mfu')}."
     )
-    ranks = {name: rank for name, ranks in results["gpu-memory"]["runs"].items() for rank in ranks}
-    of_plan = {name: rank["peak_nbytes"] / rank["planned_nbytes"] for name, rank in ranks.items()}
-    most = max(ratio for name, ratio in of_plan.items() if not name.startswith("fp32"))
+    ranks = [(name, rank) for name, ranks in results["gpu-memory"]["runs"].items() for rank in ranks]
+    most = {False: 0.0, True: 0.0}  # by whether it is in float32
+    for name, rank in ranks:
+        is_fp32 = name.startswith("fp32")
+        most[is_fp32] = max(most[is_fp32], rank["peak_nbytes"] / rank["planned_nbytes"])
     yield (
         f"- Weights, gradients and optimizer state are the planned bytes exactly; peaks in bfloat16, with and without "
-        f"masters, are at most {most:.2f} times the plan. In float32 they are {of_plan['fp32-1']:.2f} times: a GPU "
-        f"has no fused attention for float32 where heads share keys, and keeps its matrices, which plans leave out "
-        f"{_link('gpu-memory')}."
+        f"masters, are at most {most[False]:.2f} times the plan, and in float32 {most[True]:.2f} times. A GPU has no "
+        f"fused attention for float32 where heads share keys, and keeps its matrices {_link('gpu-memory')}."
     )
     yield (
         f"- An asynchronous save of {saving['1 ranks'][0]['nbytes'] / 1e9:.1f} GB pauses training for "

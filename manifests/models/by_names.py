@@ -318,6 +318,8 @@ def _work(
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
         norms = {"saved_fp32": 2 * width, "normed": 2 * width, "whole": 4 * width, "whole_fp32": 2 * width}
         work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), **norms)
+        if keyed and entry.keeps_scores:
+            work[name] += Work(softmaxes=next((config.count(field) for field in _HEADS if config.has(field)), 0))
         if PROJECTION in layer.shapes:
             work[name] += work[entry.outputs[-1]]
     if BESIDE in work and is_beside(entry.architecture, BESIDE):

@@ -71,10 +71,19 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
     return Component(tensors=tensors, work=Work(flops=2 * inputs * outputs, products=outputs))
 
 
+MAX_FUSED_HEAD = 256  # for wider heads transformers repeats keys: `use_gqa_in_sdpa` of transformers 5.23
+
+
 def attention(
-    config: ConfigReader, *, bias: bool, out_bias: bool | None = None, head: int | None = None, qk_norm: bool = False
+    config: ConfigReader,
+    *,
+    bias: bool,
+    out_bias: bool | None = None,
+    head: int | None = None,
+    qk_norm: bool = False,
+    of_head: Work | None = None,
 ) -> Component:
-    """Attention in which groups of query heads share keys and values.
+    """Attention in which groups of query heads share keys and values; `of_head` if it is several operations.
 
     `head` is how wide heads are of which the config says nothing; None: they share the model's width.
 
@@ -100,8 +109,15 @@ def attention(
         part += Component(
             tensors=tensors, work=Work(saved=queries + keys, saved_fp32=queries + keys + heads + kv_heads)
         )
-    saved = 2 * queries + 2 * keys
-    work = Work(flops_per_key=4 * queries, saved=saved, saved_fp32=heads, products=queries, keys=2 * keys)
+    work = Work(flops_per_key=4 * queries, products=queries)
+    if of_head is not None:  # keys and values are repeated then
+        scores, softmaxes = heads * of_head.scores, heads * of_head.softmaxes
+        return part + Component(
+            work=work + Work(saved=4 * queries, keys=2 * queries, scores=scores, softmaxes=softmaxes)
+        )
+    work += Work(saved=2 * queries + 2 * keys, saved_fp32=heads, keys=2 * keys)
+    if kv_heads < heads and head <= MAX_FUSED_HEAD:
+        work += Work(sharing=heads)
     return part + Component(work=work)
 
 

@@ -249,13 +249,13 @@ def _mpt_block(config: ConfigReader, width: int) -> Component:
     """A layer: norm, attention, norm, MLP.
 
     Shapes: Wqkv (3 D, D), out_proj (D, D), up_proj (4 D, D), down_proj (D, 4 D).
-    Kept by attention: queries, keys, values, output, and the softmax's sum for each head.
+    Kept by attention, which is several operations: queries, keys, values, output, and the softmax.
     """
     heads, ffn = config.divisor("n_heads", "d_model", width), 4 * width
     attention = (
         linear(width, 3 * width).below("Wqkv")
         + linear(width, width).below("out_proj")
-        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width))
+        + Component(work=Work(flops_per_key=4 * width, saved=4 * width, softmaxes=heads, products=width))
     )
     return (
         layer_norm(width, bias=False).below("norm_1")

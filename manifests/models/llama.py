@@ -198,19 +198,22 @@ GEMMA_HEAD = 256  # Gemma2Config, Gemma3TextConfig
 
 
 def gemma2_shape(config: ConfigReader) -> ModelShape:
-    return _gemma_shape("Gemma2ForCausalLM", config, qk_norm=False)
+    # Scores are capped, which no fused attention does: the tanh is kept, too.
+    return _gemma_shape("Gemma2ForCausalLM", config, qk_norm=False, of_head=Work(scores=1, softmaxes=1))
 
 
 def gemma3_shape(config: ConfigReader) -> ModelShape:
     return _gemma_shape("Gemma3ForCausalLM", config, qk_norm=True)
 
 
-def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool) -> ModelShape:
+def _gemma_shape(architecture: str, config: ConfigReader, *, qk_norm: bool, of_head: Work | None = None) -> ModelShape:
     width, bias = config.count("hidden_size"), config.flag("attention_bias", False)
+    after = Work(saved=2 * width, whole=2 * width)  # what norms before residuals give, which no matrix needs
     block = (
-        _dense_layer(config, attention(config, head=GEMMA_HEAD, bias=bias, qk_norm=qk_norm))
+        _dense_layer(config, attention(config, head=GEMMA_HEAD, bias=bias, qk_norm=qk_norm, of_head=of_head))
         + norm(width).below("pre_feedforward_layernorm")
         + norm(width).below("post_feedforward_layernorm")
+        + Component(work=Work() - after)
     )
     capped = config.config.get(SOFTCAPPING, 30.0 if architecture == "Gemma2ForCausalLM" else None) is not None
     return scaled_in_float32(decoder(architecture, config, block, tied_unless_said=True, caps_logits=capped))
@@ -225,7 +228,8 @@ def gpt_oss_shape(config: ConfigReader) -> ModelShape:
     Shapes: sinks (H); otherwise see `manifests.models.components.attention`.
     """
     width, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    attended = attention(config, head=GPT_OSS_HEAD, bias=config.flag("attention_bias", True))
+    bias, scores = config.flag("attention_bias", True), Work(scores=1)  # sinks are in the softmax, which no kernel has
+    attended = attention(config, head=GPT_OSS_HEAD, bias=bias, of_head=scores)
     attended += Component(tensors={"sinks": (heads,)})
     block = layer(attended, _gpt_oss_experts(config), width)
     return scaled_in_float32(decoder("GptOssForCausalLM", config, block, methods={"mxfp4": mxfp4}))

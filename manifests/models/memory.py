@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from manifests.brief import brief
 from manifests.models import ModelShape, Work, is_expert, module_of
 from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
-from manifests.models.training import FP32_NBYTES, POLICIES, Training, masked_elements
+from manifests.models.training import FP32_NBYTES, POLICIES, Training, masked_elements, scores_nbytes
 from manifests.placement import Placement
 from manifests.schedules.actions import Table, actions_of
 from manifests.schedules.liveness import num_remote_neighbors, peak_held, peak_held_by_stage, peak_received
@@ -225,9 +225,10 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     tokens, nbytes, every = training.num_tokens, training.policy.compute, training.recompute
     statistics = FP32_NBYTES * (work.saved_fp32 - work.whole_fp32) // training.tensor
     rounded = nbytes * _divided(work.saved, work.whole, training.tensor)
-    saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + nbytes * masked_elements(work, training)
+    scores, of_scores = scores_nbytes(work, training)
+    saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + nbytes * masked_elements(work, training) + scores
     gradients = rounded // 4  # of what an MLP's second matrix takes
-    temporary = tokens * gradients + _weight_gradient(work, largest, training)
+    temporary = max(tokens * gradients + _weight_gradient(work, largest, training), tokens * of_scores)
     given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights
     activations = saved
     if every != "none" and not (isinstance(every, int) and number % every):

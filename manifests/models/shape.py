@@ -38,8 +38,8 @@ class Work:
     `torch.utils.flop_counter` counts them. Attention is counted over all keys of the sequence, masked
     ones too: what a causal mask or a window saves depends on the kernel.
 
-    Kept are the inputs of the operations whose gradients need them, each tensor once, with fused
-    attention and without activation checkpointing.
+    Kept are the inputs of the operations whose gradients need them, each tensor once, without
+    activation checkpointing; what attention of several operations keeps for each key is apart.
     """
 
     flops: int = 0
@@ -51,6 +51,9 @@ class Work:
     whole_fp32: int = 0  # of those in float32, likewise
     products: int = 0  # elements that matrix products and attention give: what `--ac selective` keeps
     keys: int = 0  # of the elements saved, keys and values that heads share
+    scores: int = 0  # elements for each key, in the compute dtype
+    softmaxes: int = 0  # heads whose softmax is computed in float32, kept so, and rounded
+    sharing: int = 0  # heads that share keys, for which a GPU has no fused attention in float32
 
     def __add__(self, other: Work) -> Work:
         return Work(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Work)})

@@ -130,6 +130,19 @@ class Training:
         return self.shard > 1 or shards_experts or (self.tensor > 1 and self.policy.has_masters)
 
 
+def scores_nbytes(work: Work, training: Training) -> tuple[int, int]:
+    """Return what attention of several operations keeps for each token, and what its backward needs besides.
+
+    That is two matrices at a time, in float32 at most.
+    """
+    nbytes, elements, heads = training.policy.compute, work.scores, max(work.scores, work.softmaxes)
+    matrices = nbytes * elements + work.softmaxes * (FP32_NBYTES + nbytes * (nbytes < FP32_NBYTES))
+    if training.host_memory is None and nbytes == FP32_NBYTES and not training.has_masks:
+        matrices, heads = matrices + FP32_NBYTES * work.sharing, heads + work.sharing
+    keys = training.seq_len
+    return keys * matrices // training.tensor, keys * 2 * FP32_NBYTES * heads // training.tensor
+
+
 def masked_elements(work: Work, training: Training) -> int:
     """Return the elements for each token that attention keeps besides with a mask; see Note [Masks]."""
     if not training.has_masks or not work.flops_per_key:
