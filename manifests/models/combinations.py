@@ -20,7 +20,10 @@ from manifests.models.trainable import (
 )
 from manifests.models.training import ContextMethod, Training, check_expert_degree
 
-_CUT = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size", "vocab_size")
+_CUT_HEADS = ("num_attention_heads", "num_key_value_heads")
+_CUT = (*_CUT_HEADS, "intermediate_size", "moe_intermediate_size", "vocab_size")
+# Of these, plans leave attention whole, as that of DeepSeek-V4, all of whose heads have the same keys and values.
+_WHOLE_HEADS = ("AXK1ForCausalLM", "AfmoeForCausalLM", "BailingHybridForCausalLM", "DeepseekV4ForCausalLM")
 _HEADS = (  # how configs name the number of heads, or that of each layer
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
     "num_attention_heads_per_layer",
@@ -270,7 +273,8 @@ def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
     """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each."""
     for name, count in _cut_counts(_text_fields(config)):
-        if isinstance(count, int) and count % num_tensor:
+        is_whole = name in _CUT_HEADS and shape.architecture in _WHOLE_HEADS
+        if isinstance(count, int) and count % num_tensor and not is_whole:
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
     check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")

@@ -9,6 +9,7 @@ from itertools import combinations, product
 from typing import Any
 
 import pytest
+import transformers
 
 from manifests.errors import UsageError
 from manifests.models import model_shape
@@ -23,6 +24,7 @@ from manifests.models.trainable import why_not_expert_parallel
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions
+from runner.models.tensor_plan import PLANS
 from runner.preflight.combinations import part_of, share_of
 from tests.builders import llama_config
 from tests.fast.manifests.models.built import read_config
@@ -140,6 +142,21 @@ def test_tensor_parallel_ranks_have_whole_heads_and_vocabulary_rows(wording: Cal
         check_divides(shape, config, 4, 1)
     assert (error.value.where, error.value.code) == ("--tp", "options.tp-divisor")
     wording(str(error.value))
+
+
+@pytest.mark.parametrize(
+    "name", ["AXK1ForCausalLM", "AfmoeForCausalLM", "BailingHybridForCausalLM", "DeepseekV4ForCausalLM"]
+)
+def test_heads_of_attention_that_a_plan_leaves_whole_need_not_divide(name: str) -> None:
+    """As the one head of keys that DeepSeek-V4 has."""
+    config = getattr(transformers, name).config_class()
+    assert not any("attn" in rule for rule in {*config.base_model_tp_plan, *PLANS.get(config.model_type, ())})
+    fields, shape = {"num_attention_heads": 8, "num_key_value_heads": 1}, model_shape(llama_config())
+    check_divides(replace(shape, architecture=name), fields, 2, 1)
+    with pytest.raises(UsageError, match=r"divisor of 1 \(num_key"):
+        check_divides(shape, fields, 2, 1)
+    with pytest.raises(UsageError, match=r"divisor of 97 \(vocab"):
+        check_divides(replace(shape, architecture=name), {**fields, "vocab_size": 97}, 2, 1)
 
 
 @pytest.mark.parametrize("is_read", [True, False])
