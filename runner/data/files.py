@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, NoReturn, TypeAlias
 
-from manifests.errors import DataError, printable, system_errors
+from manifests.errors import DataError, printable, refused_by_system, system_errors
 from manifests.jsontext import kind_of
 from runner.data.parquet import nbytes_of, read_rows, text_of
 from runner.data.rows import MOST_NBYTES, BadDocumentError, Fields, Prompt, TokenIds, parse_row, too_long
@@ -135,14 +135,16 @@ def _lines(stream: BinaryIO, begin: int, most_nbytes: int) -> Iterator[tuple[int
 def _files_of(source: str) -> Iterator[Path]:
     path = Path(source)
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+        files = sorted(_texts_in([path], set()))
         if not files:
             problem = f"no file in this folder ends in {', '.join(SUFFIXES)}"
             raise DataError(source, problem, _OTHERS, code="data.no-files")
     elif path.exists():
         files = [path]
     else:
-        files = sorted(Path(name) for name in glob.glob(source, recursive=True) if Path(name).is_file())
+        matches = {Path(name) for name in glob.glob(source, recursive=True)}
+        folders = set(filter(Path.is_dir, matches))
+        files = sorted(matches - folders | {*_texts_in(folders, set())})
         if not files:
             problem, hint = "no file, folder or glob matches it", "check the path for typos"
             if "://" in source:
@@ -154,7 +156,28 @@ def _files_of(source: str) -> Iterator[Path]:
         if file.suffix not in SUFFIXES:
             problem = f"expected a file that ends in {', '.join(SUFFIXES)}"
             raise DataError(str(file), problem, _OTHERS, code="data.unknown-format")
+        if not file.is_file():
+            raise DataError(str(file), "expected a file, found a link to nothing, or a pipe", code="data.unreadable")
         yield file
+
+
+def _texts_in(folders: Iterable[Path], searched: set[Path]) -> Iterator[Path]:
+    """Yield what ends as texts do in folders, and where links in them lead: that of each folder once."""
+
+    def fail(error: OSError) -> NoReturn:
+        raise refused_by_system(str(error.filename), error, code="data.unreadable") from error
+
+    links: list[Path] = []
+    for folder in sorted(folders, key=lambda folder: (folder.is_symlink(), folder)):
+        for place, subfolders, names in os.walk(folder, onerror=fail):
+            if (real := Path(place).resolve()) in searched:
+                subfolders.clear()
+                continue
+            searched.add(real)
+            yield from (path for path in (Path(place, name) for name in names) if path.suffix in SUFFIXES)
+            links += filter(Path.is_symlink, (Path(place, name) for name in subfolders))
+    if links:
+        yield from _texts_in(links, searched)
 
 
 def _read_text(file: Path, fields: Fields, begin: int) -> Iterator[Document]:

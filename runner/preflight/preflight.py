@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ def check_world(manifest: Manifest, world_size: int) -> None:
 def check_places(options: TrainOptions) -> None:
     """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts."""
     read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
-    folders = [Path(source) for source in read if source != SYNTHETIC and Path(source).is_dir()]
+    places = (name for source in read if source != SYNTHETIC for name in (source, *glob(source, recursive=True)))
+    folders = [folder for folder in map(Path, places) if folder.is_dir()]
     for flag, path in options.folders.items():
         for folder in folders:
             if path.resolve().is_relative_to(folder.resolve()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pyarrow
 import pytest
@@ -139,6 +141,56 @@ def test_source_without_text_files_is_refused(
     assert (error.value.where, error.value.code) == (str(tmp_path / shown), code)
     if source != "*.md":
         wording(str(error.value))
+
+
+def test_folders_are_searched_once_where_globs_and_links_lead_to_them(tmp_path: Path) -> None:
+    place, outside = tmp_path / "place", tmp_path / "outside"
+    for file in (place / "a.txt", place / "b" / "c.txt", outside / "d.txt", outside / "e" / "f.txt"):
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.touch()
+    for link, target in (("a", "b"), ("g", outside / "e"), ("h", outside), ("i", outside)):
+        (place / link).symlink_to(target)
+    expected = [place / name for name in ("a.txt", "b/c.txt", "g/f.txt", "h/d.txt")]
+    assert list(find_files([str(place)])) == list(find_files([str(place / "*")])) == expected
+    for link in (place / "b" / "up", outside / "back"):
+        link.symlink_to(place)
+    assert list(find_files([str(place)])) == expected
+    for link in ("a", "b/up", "g", "h", "i"):
+        (place / link).unlink()
+    assert list(find_files([str(place / "**")])) == expected[:2]
+
+
+@pytest.mark.parametrize("source", ["", "*", "a.txt"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_link_to_nothing_and_pipe_are_refused_where_a_text_is_expected(
+    kind: str, source: str, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    (tmp_path / "b.txt").touch()
+    file = tmp_path / "a.txt"
+    if kind == "link":
+        file.symlink_to("nothing")
+    else:
+        os.mkfifo(file)
+    with pytest.raises(InputError) as error:
+        find_files([str(tmp_path / source)])
+    assert (error.value.code, error.value.where) == ("data.unreadable", str(file))
+    if source == "a.txt" and kind == "link":
+        wording(str(error.value))
+
+
+def test_folder_that_cannot_be_read_is_named() -> None:
+    """As somebody else than root, who may read all."""
+    with TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        Path(place, "a.txt").touch()
+        (folder := Path(place, "b")).mkdir(mode=0)
+        os.seteuid(os.geteuid() or 65534)
+        try:
+            with pytest.raises(InputError) as error:
+                find_files([place])
+        finally:
+            os.seteuid(os.getuid())
+        assert (error.value.code, error.value.where) == ("data.unreadable", str(folder))
 
 
 def test_bad_parquet_is_named(tmp_path: Path, wording: Callable[[str], None]) -> None:

@@ -152,6 +152,7 @@ def test_run_does_not_write_where_it_reads(place: Path, flag: str, data: tuple[s
 def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place / "texts")
     assert refusal(place, "--data", ".").where.startswith("--log-dir runner-log/")
+    assert refusal(place, "--data", "../text*").where.startswith("--log-dir runner-log/")
 
 
 def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
