@@ -225,7 +225,7 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     tokens, nbytes, every = training.num_tokens, training.policy.compute, training.recompute
     statistics = FP32_NBYTES * (work.saved_fp32 - work.whole_fp32) // training.tensor
     rounded = nbytes * _divided(work.saved, work.whole, training.tensor)
-    scores, of_scores = scores_nbytes(work, training)
+    scores, products, of_scores = scores_nbytes(work, training)
     saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + nbytes * masked_elements(work, training) + scores
     gradients = rounded // 4  # of what an MLP's second matrix takes
     temporary = max(tokens * gradients + _weight_gradient(work, largest, training), tokens * of_scores)
@@ -234,7 +234,8 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     if every != "none" and not (isinstance(every, int) and number % every):
         activations = nbytes * width  # its input
         if every == "selective":
-            activations += nbytes * _divided(work.products, work.normed, training.tensor)  # and attention's few sums
+            # And attention's sums, which are few.
+            activations += nbytes * _divided(work.products, work.normed, training.tensor) + products
         activations = min(activations, saved)
     return _Cost(
         activations=tokens * activations,

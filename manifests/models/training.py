@@ -130,17 +130,19 @@ class Training:
         return self.shard > 1 or shards_experts or (self.tensor > 1 and self.policy.has_masters)
 
 
-def scores_nbytes(work: Work, training: Training) -> tuple[int, int]:
-    """Return what attention of several operations keeps for each token, and what its backward needs besides.
+def scores_nbytes(work: Work, training: Training) -> tuple[int, int, int]:
+    """Return what attention of several operations keeps for each token, with `--ac selective`, and in its backward.
 
-    That is two matrices at a time, in float32 at most.
+    `--ac selective` keeps the products of queries and keys, as of all matrix products. A backward has two matrices at a
+    time, in float32 at most.
     """
     nbytes, elements, heads = training.policy.compute, work.scores, max(work.scores, work.softmaxes)
     matrices = nbytes * elements + work.softmaxes * (FP32_NBYTES + nbytes * (nbytes < FP32_NBYTES))
     if training.host_memory is None and nbytes == FP32_NBYTES and not training.has_masks:
         matrices, heads = matrices + FP32_NBYTES * work.sharing, heads + work.sharing
-    keys = training.seq_len
-    return keys * matrices // training.tensor, keys * 2 * FP32_NBYTES * heads // training.tensor
+    by_key = (matrices, nbytes * heads, 2 * FP32_NBYTES * heads)
+    kept, selective, temporary = (training.seq_len * number // training.tensor for number in by_key)
+    return kept, selective, temporary
 
 
 def masked_elements(work: Work, training: Training) -> int:

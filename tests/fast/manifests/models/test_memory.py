@@ -91,7 +91,7 @@ def test_kept_activations_are_those_of_autograd(
         tolerance = 0.2
     kept = kept_of_layer(config, index, dtype)
     training = replace(FP32, policy=POLICIES[policy], seq_len=32, host_memory="fast")
-    scores, _ = scores_nbytes(work, training)
+    scores, *_ = scores_nbytes(work, training)
     ours = 2 * 32 * (POLICIES[policy].compute * work.saved + 4 * work.saved_fp32 + scores)
     assert ours == pytest.approx(kept, rel=tolerance)
 
@@ -238,7 +238,8 @@ def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> Non
     assert (config["hidden_size"], config["intermediate_size"]) == (width, ffn)
     asked = replace(FP32, recompute="selective")
     kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
-    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width)
+    scores = 4 * asked.seq_len  # of 4 heads: on a GPU, float32's attention is matrix products here
+    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + scores)
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])
