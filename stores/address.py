@@ -45,6 +45,13 @@ def output_address(out: object) -> str | Path:
     return path if is_url(path) else Path(path)
 
 
+def check_local(where: str, path: str | Path) -> None:
+    """Refuse an address where a folder of this machine is written, which would get its name."""
+    if is_url(path):
+        hint = "name a folder; reshard pack FOLDER --out ADDRESS copies a checkpoint from there"
+        raise UsageError(where, f"expected a folder of this machine, found {path}", hint, code="options.invalid-value")
+
+
 def split_url(url: str) -> tuple[str, str, str]:
     """Return scheme, bucket and prefix, the prefix without leading or trailing slashes."""
     scheme, _, rest = url.partition("://")

@@ -36,6 +36,7 @@ from runner.load.fill import bytes_of
 from runner.load.own_module import StateDictAdapter, check_names, named_tensors, on_meta, open_stages, piece_of
 from runner.tensors.dtensor import local_of, whole_of
 from runner.tensors.local_shard import Piece
+from stores.address import check_local
 
 _Tensors = dict[str, torch.Tensor]
 _ToHF = Callable[[Sequence[_Tensors]], _Tensors]
@@ -88,7 +89,8 @@ def save_stages(
     Raises:
         InputError: the modules are not those of the stages, or have other shapes (`model.*`); `out` exists and `force`
             is not set, or cannot be written (`output.*`).
-        UsageError: no such rank (`options.no-such-rank`), or nobody calls with one (`options.missing-rank`).
+        UsageError: no such rank (`options.no-such-rank`), or nobody calls with one (`options.missing-rank`); `out` is an
+            address (`options.invalid-value`).
         CheckpointError: an optimizer whose state the runner cannot resume (`checkpoint.unsupported-optimizer`).
         RankError: copies of a tied weight differ (`rank.tied-weights-differ`).
 
@@ -97,6 +99,7 @@ def save_stages(
     models = [model] if isinstance(model, nn.Module) else list(model)
     with _all_ranks() as group:
         with raise_on_all_ranks("save", group):
+            check_local("out", out)
             packed, stages = open_stages(manifest, rank)
             states = [_states_of(module, optimizer, step) for module in models]
         if adapter is not None:  # it converts whole tensors, which all ranks of a mesh gather

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from manifests.command.neighbors import DTYPES
 from manifests.errors import UsageError
+from stores.address import check_local
 
 T = TypeVar("T")
 _SAME: Any = object()
@@ -47,6 +49,17 @@ class DtypeName(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         return super().convert(DTYPES.get(value, value), param, ctx)
+
+
+class LocalPath(click.Path):
+    """A path of this machine; an address would become a folder of that name."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        check_local(param.opts[0] if param is not None else "", value)
+        return super().convert(value, param, ctx)
 
 
 def nearest_multiples(count: int, unit: int) -> str:

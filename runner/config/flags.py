@@ -19,7 +19,7 @@ from manifests.errors import UsageError
 from manifests.models.adapters import ALL_LINEAR
 from manifests.models.training import HostMemory
 from manifests.schedules.rules import SCHEDULES
-from runner.config.declared import WholeNumber, build, flag, group, parameters_of
+from runner.config.declared import LocalPath, WholeNumber, build, flag, group, parameters_of
 from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, read_lora
 from runner.config.loss import BalanceOptions, LossOptions
 from runner.config.parallel_dims import DegreeOptions
@@ -130,7 +130,7 @@ class TrainOptions:
     publish: PublishOptions | None = group(PublishOptions, default=None, unless_none="publish")
     resume: ResumeOptions = group(ResumeOptions)
     save: Path | None = flag(
-        "--save", type=click.Path(path_type=Path), help="Write the trained weights to this folder at the end."
+        "--save", type=LocalPath(), help="Write the trained weights to this folder at the end."
     )
     force: bool = flag("--force", is_flag=True, help="Let --save replace an existing checkpoint.")
     traced: range = flag(
@@ -147,7 +147,7 @@ class TrainOptions:
         help="Write CUDA's allocations to LOG_DIR/profile, for pytorch.org/memory_viz.",
     )
     log_dir: Path = flag(
-        "--log-dir", type=click.Path(path_type=Path), written_default=Path("runner-log"), metavar="DIR",
+        "--log-dir", type=LocalPath(), written_default=Path("runner-log"), metavar="DIR",
         show_default="runner-log/DATE-NAME, one for each run", help="Folder of metrics.jsonl and the run's other logs.",
     )  # fmt: skip
     log_every: int = flag(

@@ -17,7 +17,7 @@ from manifests.models.training import Recompute, parse_recompute
 from manifests.optimizer_groups import LEAST_EPS
 from manifests.schema import Decay, LearningRate, OptimizerState
 from manifests.training_state import LARGEST_RATE
-from runner.config.declared import DtypeName, Number, WholeNumber, flag, group, nearest_multiples
+from runner.config.declared import DtypeName, LocalPath, Number, WholeNumber, flag, group, nearest_multiples
 from stores.address import is_url
 
 Dtype = Literal["fp32", "bf16"]
@@ -332,7 +332,7 @@ class CheckpointOptions:
     """Where and how often checkpoints are saved, and how many are kept; None: all."""
 
     history: Path = flag(
-        "--checkpoint", type=click.Path(path_type=Path), metavar="DIR",
+        "--checkpoint", type=LocalPath(), metavar="DIR",
         help="Save checkpoints to this folder: after the last step, and every --checkpoint-every steps.",
     )  # fmt: skip
     every: int | None = flag(

@@ -21,7 +21,7 @@ from manifests.schedules.actions import Table
 from runner.bundle.cache_folder import check_cacheable
 from runner.bundle.packed import Packed, name_of, opened
 from runner.config.command import BeforeTraining
-from runner.config.declared import WholeNumber
+from runner.config.declared import LocalPath, WholeNumber
 from runner.config.flags import Device, TrainOptions, flag_of, parse_training, unwritten
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
@@ -101,7 +101,7 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
 @click.option("--restarts", type=WholeNumber(min=0), default=0, metavar="N", help="Restart all ranks up to N times.")
 @click.option("--requeue", is_flag=True, help="Requeue the job when it was stopped by a signal.")
 @click.option("--name", metavar="NAME", show_default="the manifest's folder", help="Name of the job.")
-@click.option("--log-dir", type=click.Path(path_type=Path), metavar="DIR", help="Same as --log-dir after --.")
+@click.option("--log-dir", type=LocalPath(), metavar="DIR", help="Same as --log-dir after --.")
 @click.option(
     "--stage-to-local", type=click.Path(path_type=Path), metavar="DIR", help="Same as --stage-to-local after --."
 )

@@ -124,6 +124,16 @@ def test_two_modules_of_one_name_and_no_module_are_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_address_is_no_folder_to_save_to(
+    place: Path, model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        runner.save_stages(place / "pp1", 0, model, "s3://bucket/out", step=0)
+    assert (error.value.code, error.value.where) == ("options.invalid-value", "rank 0: out")
+    assert list(tmp_path.iterdir()) == []
+
+
 class ReversedRows:
     """An adapter that reads values: the module has the rows of a table in another order than files."""
 

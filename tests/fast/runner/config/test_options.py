@@ -105,6 +105,9 @@ def test_data_options_that_conflict_are_refused(
         (("--stage-to-local", "scratch"), "--stage-to-local scratch", "options.relative-cache"),
         (("--router-aux-loss", "0.1", "--tokenized", "--token-weights", "w"), "--router-aux-loss", "options.router"),
         (("--router-aux-loss", "0.1", "--loss", "pairs"), "--router-aux-loss", "options.router"),
+        (("--save", "s3://bucket/trained"), "--save", "options.invalid-value"),
+        (("--checkpoint", "gs://bucket/run"), "--checkpoint", "options.invalid-value"),
+        (("--log-dir", "hf://org/log"), "--log-dir", "options.invalid-value"),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
