@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from manifests.digest import digest_bytes
-from manifests.errors import CheckpointError, ModelError, RankError, UsageError
+from manifests.errors import CheckpointError, ModelError, Parameter, RankError, UsageError, as_int, check_count
 from manifests.models import module_of
 from manifests.schema import (
     MOMENTS,
@@ -33,7 +33,7 @@ from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.fill import bytes_of
-from runner.load.own_module import StateDictAdapter, check_names, named_tensors, on_meta, open_stages, piece_of
+from runner.load.own_module import StateDictAdapter, check_names, check_naming, named_tensors, on_meta, open_stages, piece_of
 from runner.tensors.dtensor import local_of, whole_of
 from runner.tensors.local_shard import Piece
 from stores.address import check_local
@@ -80,7 +80,7 @@ def save_stages(
     shards (DTensors), of which each writes its slices. `out` is on a file system that all nodes share, and appears
     when it is whole. Parameters keep their dtype. Tied weights must be equal: sum their gradients on all their stages.
 
-    `runner launch MANIFEST --resume OUT` continues from it, at any number of ranks, if there is an `optimizer`: an
+    `runner launch MANIFEST -- --resume OUT` continues from it, at any number of ranks, if there is an `optimizer`: an
     AdamW that has taken `step` steps, whose state is written too. Its learning rate is written as a constant: give the
     flags of a schedule. `max_norm` is that of gradient clipping, 0 without it.
 
@@ -90,7 +90,8 @@ def save_stages(
         InputError: the modules are not those of the stages, or have other shapes (`model.*`); `out` exists and `force`
             is not set, or cannot be written (`output.*`).
         UsageError: no such rank (`options.no-such-rank`), or nobody calls with one (`options.missing-rank`); `out` is an
-            address (`options.invalid-value`).
+            address, or `step` or `num_tokens` not a count (`options.invalid-value`); `name_of` and `adapter` are both
+            given (`options.conflict`).
         CheckpointError: an optimizer whose state the runner cannot resume (`checkpoint.unsupported-optimizer`).
         RankError: copies of a tied weight differ (`rank.tied-weights-differ`).
 
@@ -100,6 +101,9 @@ def save_stages(
     with _all_ranks() as group:
         with raise_on_all_ranks("save", group):
             check_local("out", out)
+            check_naming(name_of, adapter)
+            for name, count in ("step", step), ("num_tokens", num_tokens):
+                check_count(Parameter(name), as_int(count), least=0)
             packed, stages = open_stages(manifest, rank)
             states = [_states_of(module, optimizer, step) for module in models]
         if adapter is not None:  # it converts whole tensors, which all ranks of a mesh gather
@@ -120,7 +124,7 @@ def save_stages(
         parts = from_all_ranks(part, group)
         with raise_on_all_ranks("save", group):
             _check_parts(packed, parts)
-        training = _training_of(parts, TrainingState(step=step, num_tokens=num_tokens), max_norm)
+        training = _training_of(parts, TrainingState(step=int(step), num_tokens=int(num_tokens)), max_norm)
         own_state, context = _share_of(packed, pieces, parts)
         return save(own_state, context, Path(out), training, force=force, group=group)
 

@@ -82,7 +82,8 @@ def load_stages(
         InputError: a shard is missing or damaged, the stages have a tensor that the module lacks
             (`model.missing-parameter`), the module has one that the stages lack (`model.unexpected-parameter`), or a
             shape differs.
-        UsageError: the layout has no such rank (`options.no-such-rank`), or the manifest is not on this machine.
+        UsageError: the layout has no such rank (`options.no-such-rank`), the manifest is not on this machine, or
+            `name_of` and `adapter` are both given (`options.conflict`).
 
     Example: see examples/load_stage.py and examples/train.py.
     """
@@ -91,6 +92,7 @@ def load_stages(
     if not models or not all(isinstance(module, nn.Module) for module in models):
         problem = f"expected a module, or a list of modules, found {str(model)[:80]}"
         raise UsageError("model", problem, code="options.invalid-value")
+    check_naming(name_of, adapter)
     for module in models:
         _give_memory(module, torch.device(device))
     if adapter is None:
@@ -105,6 +107,13 @@ def load_stages(
         num_unverified=report.num_unverified,
         meta_buffers=tuple(name for module in models for name, buffer in module.named_buffers() if buffer.is_meta),
     )
+
+
+def check_naming(name_of: Callable[[str], str] | None, adapter: StateDictAdapter | None) -> None:
+    """Refuse two ways to name the tensors of a module."""
+    if name_of is not None and adapter is not None:
+        problem, hint = "conflicts with adapter, which names tensors itself", "leave one of the two out"
+        raise UsageError("name_of", problem, hint, code="options.conflict")
 
 
 def open_stages(manifest: str | Path, rank: int) -> tuple[Packed, tuple[int, ...]]:

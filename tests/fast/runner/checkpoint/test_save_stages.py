@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed as dist
@@ -132,6 +133,31 @@ def test_address_is_no_folder_to_save_to(
         runner.save_stages(place / "pp1", 0, model, "s3://bucket/out", step=0)
     assert (error.value.code, error.value.where) == ("options.invalid-value", "rank 0: out")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("name", "value"), [("step", 1.5), ("step", -1), ("num_tokens", 2.0)])
+def test_what_no_manifest_may_count_is_refused_before_anything_is_written(
+    name: str, value: float, place: Path, model: nn.Module, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as error:
+        runner.save_stages(place / "pp1", 0, model, tmp_path / "out", **{"step": 0, name: value})
+    assert (error.value.code, error.value.where) == ("options.invalid-value", f"rank 0: {name}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_integers_of_numpy_are_counts(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=np.int64(3), num_tokens=np.int32(7))
+    training = reshard.open(tmp_path / "out").manifest.training
+    assert (training.step, training.num_tokens) == (3, 7)
+
+
+def test_names_come_from_an_adapter_or_a_function(place: Path, model: nn.Module, tmp_path: Path) -> None:
+    names = {"name_of": str, "adapter": ReversedRows()}
+    with pytest.raises(UserError) as saving:
+        runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=0, **names)
+    with pytest.raises(UserError) as loading:
+        runner.load_stages(place / "pp1", 0, model, **names)
+    assert (saving.value.code, loading.value.code, loading.value.where) == (*["options.conflict"] * 2, "name_of")
 
 
 class ReversedRows:
