@@ -72,8 +72,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         self._step = first_step
-        # Steps that a resumed run takes again are shown once.
-        self._writer = SummaryWriter(folder, purge_step=first_step + 1 if first_step else None)
+        # Steps that are taken again, by a resumed run or one that starts over, are shown once.
+        self._writer = SummaryWriter(folder, purge_step=first_step + 1)
         plain = {name: value if isinstance(value, bool | int | float) else str(value) for name, value in config.items()}
         # The HParams page shows these metrics by run.
         for summary in hparams(plain, dict.fromkeys(_COMPARED, 0)):  # type: ignore[no-untyped-call]
