@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from operator import attrgetter
@@ -122,23 +122,26 @@ def ticks(low: float, high: float, most: int) -> list[float]:
     return [round(number * step, 12) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def pipeline_svg(title: str, timelines: Mapping[str, Timeline], placement: Placement, end_s: float) -> str:
+def pipeline_svg(
+    title: str, timelines: Mapping[str, Timeline], placement: Placement, end_s: float, ranks: Sequence[int] = ()
+) -> str:
     """Return a row per rank with its actions in each timeline, one below the other, on one time axis up to `end_s`.
 
     Places are in percent, so that text keeps its size on every screen; `page.js` of the report reads the data of boxes.
-    `timelines` has a word for each, such as "ran" and "planned".
+    `timelines` has a word for each, such as "ran" and "planned"; `ranks` are the numbers of the pipeline ranks in the
+    job, by default their own.
     """
     heights = [_LANES[min(number, 1)] for number in range(len(timelines))]
     boxes_height = sum(heights) + 2 * (len(heights) - 1)
     row_height = _NAME + boxes_height + _SPACE
     parts = []
-    for rank in range(placement.num_ranks):
-        top = rank * row_height + _NAME
+    for place, rank in enumerate(ranks or range(placement.num_ranks)):
+        top = place * row_height + _NAME
         parts.append(f'<text class="name" x="2" y="{top - 4}">rank {rank}</text>')
         parts.append(f'<rect class="wait" x="0" width="100%" y="{top}" height="{boxes_height}"/>')
         for (word, timeline), height in zip(timelines.items(), heights, strict=True):
             lane = (top, height, word)
-            spans = (span for span in timeline.ranks[rank] if span.start_s < span.end_s)
+            spans = (span for span in timeline.ranks[place] if span.start_s < span.end_s)
             parts += [_svg_box(span, rank, placement, lane, end_s) for span in spans]
             top += height + 2
     height = placement.num_ranks * row_height + _AXIS

@@ -298,7 +298,7 @@ def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:
 def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: float) -> list[str]:
     kinds = [kind for kind in WORK_COLORS if any(traces.seconds_of(kind))]
     rows = [
-        (f"{stage}", f"{traces.placement.rank_of(stage)}",
+        (f"{stage}", f"{traces.ranks[traces.placement.rank_of(stage)]}",
          *(f"{traces.seconds_of(kind)[stage] * 1e3:.2f}" for kind in kinds))
         for stage in range(traces.placement.num_stages)
     ]  # fmt: skip
@@ -309,7 +309,7 @@ def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: f
     return [
         f"<h2>{html.escape(title)}</h2>",
         _keys(colors),
-        pipeline_svg(title, {"ran": step.timeline, "planned": plan}, traces.placement, end_s),
+        pipeline_svg(title, {"ran": step.timeline, "planned": plan}, traces.placement, end_s, traces.ranks),
         _table(
             ("", "measured", "planned"),
             [

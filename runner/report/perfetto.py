@@ -37,8 +37,8 @@ def merged_trace(traces: Traces) -> bytes:
 
 
 def _names(traces: Traces) -> Iterator[dict[str, Any]]:
-    for rank in range(traces.placement.num_ranks):
-        yield {"name": "process_name", "ph": "M", "pid": rank, "tid": _STEP_TID, "args": {"name": f"rank {rank}"}}
+    for rank, number in enumerate(traces.ranks):
+        yield {"name": "process_name", "ph": "M", "pid": rank, "tid": _STEP_TID, "args": {"name": f"rank {number}"}}
         names = {_STEP_TID: "step", **{stage + 1: f"stage {stage}" for stage in traces.placement.stages_on(rank)}}
         for tid, name in names.items():
             yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": name}}
@@ -59,7 +59,7 @@ def _kernels(path: Path, rank: int, traces: Traces, pids: dict[tuple[int, object
         if "id" in event:
             changed["id"] = f"{rank}.{event['id']}"
         if event.get("name") == "process_name":
-            changed["args"] = {"name": f"rank {rank}: {event['args']['name']}"}
+            changed["args"] = {"name": f"rank {traces.ranks[rank]}: {event['args']['name']}"}
         yield changed
 
 

@@ -153,6 +153,25 @@ def test_merged_trace_has_what_the_profiler_saw_on_the_same_clock(tmp_path: Path
     assert {"rank 0", "rank 1", "rank 0: python", "rank 1: python"} <= names
 
 
+def test_ranks_of_the_pipeline_that_is_shown_have_their_numbers_in_the_job(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    for rank in (1, 0):  # of two replicas: pipeline rank 1 is ranks 2 and 3
+        text = trace_path(tmp_path, rank).read_text()
+        for replica in (1, 0):
+            trace_path(tmp_path, 2 * rank + replica).write_text(text)
+    with profiled(tmp_path, 2, 3, torch.device("cpu")):
+        torch.zeros(3).add(1)
+    write_trace(tmp_path, tmp_path / "merged.json")
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"rank 0", "rank 2"} | {name for name in names if name.startswith("rank 2: ")}
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert {*re.findall(r">(rank \d)[<,]", page)} == {"rank 0", "rank 2"}
+    assert "<tr><td>1</td><td>2</td>" in page
+
+
 BASE_NS = {"baseTimeNanoseconds": 2_000_000_000_000}  # after the steps of `write_traces`, which begin at 1,000 s
 
 
