@@ -150,8 +150,6 @@ class _Steps:
         if report.is_damaged:
             deferred.finish()  # which raises what was found
         self.watchdog.beat(step + 1)
-        if self.tracer is not None and step + 1 in self.ready.options.traced:
-            self.tracer.add(step + 1, self.ready.engine.schedule.recorder)
         return report
 
     def _profiled(self, step: int) -> AbstractContextManager[None]:
@@ -161,7 +159,7 @@ class _Steps:
         return profiled(options.log_dir, self.ready.mesh.rank, step, self.ready.chunks[0].device)
 
     def report(self, step: int, report: StepReport, started_s: float) -> None:
-        """Write the metrics of a step that has ended."""
+        """Write the metrics of a step that has ended, and its trace, whose writing is not timed as a step."""
         ready = self.ready
         is_first, clock = ready.mesh.rank == 0, ready.clock
         ranks = clock.split(step) if is_first else ()
@@ -170,6 +168,8 @@ class _Steps:
         self.metrics.step(
             step, report, times, peak_nbytes=peak_memory_nbytes(ready.chunks[0].device), num_skipped=num_skipped
         )
+        if self.tracer is not None and step in ready.options.traced:
+            self.tracer.add(step, ready.engine.schedule.recorder)
 
     def advance(self, trained: TrainingState, report: StepReport, batch: Batch | None) -> TrainingState:
         """Return the state after the step. Rank 0, which commits it, has the first stage and so the data's cursor."""

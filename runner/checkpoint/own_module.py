@@ -33,7 +33,15 @@ from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.load.fill import bytes_of
-from runner.load.own_module import StateDictAdapter, check_names, check_naming, named_tensors, on_meta, open_stages, piece_of
+from runner.load.own_module import (
+    StateDictAdapter,
+    check_names,
+    check_naming,
+    named_tensors,
+    on_meta,
+    open_stages,
+    piece_of,
+)
 from runner.tensors.dtensor import local_of, whole_of
 from runner.tensors.local_shard import Piece
 from stores.address import check_local
@@ -89,9 +97,9 @@ def save_stages(
     Raises:
         InputError: the modules are not those of the stages, or have other shapes (`model.*`); `out` exists and `force`
             is not set, or cannot be written (`output.*`).
-        UsageError: no such rank (`options.no-such-rank`), or nobody calls with one (`options.missing-rank`); `out` is an
-            address, or `step` or `num_tokens` not a count (`options.invalid-value`); `name_of` and `adapter` are both
-            given (`options.conflict`).
+        UsageError: no such rank (`options.no-such-rank`), or nobody calls with one (`options.missing-rank`); `out` is
+            an address, or `step` or `num_tokens` not a count (`options.invalid-value`); `name_of` and `adapter` are
+            both given (`options.conflict`).
         CheckpointError: an optimizer whose state the runner cannot resume (`checkpoint.unsupported-optimizer`).
         RankError: copies of a tied weight differ (`rank.tied-weights-differ`).
 

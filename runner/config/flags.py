@@ -129,9 +129,7 @@ class TrainOptions:
     checkpoint: CheckpointOptions | None = group(CheckpointOptions, unless_none="checkpoint")
     publish: PublishOptions | None = group(PublishOptions, default=None, unless_none="publish")
     resume: ResumeOptions = group(ResumeOptions)
-    save: Path | None = flag(
-        "--save", type=LocalPath(), help="Write the trained weights to this folder at the end."
-    )
+    save: Path | None = flag("--save", type=LocalPath(), help="Write the trained weights to this folder at the end.")
     force: bool = flag("--force", is_flag=True, help="Let --save replace an existing checkpoint.")
     traced: range = flag(
         "--trace", metavar="N|A-B", read=partial(_parse_steps, "--trace"),
