@@ -16,6 +16,7 @@ from manifests.digest import digest_pieces
 from manifests.errors import SourceError
 from manifests.jsontext import parse_config
 from manifests.models.shape import ModelShape, is_expert
+from manifests.models.training import Training
 from manifests.schema import Manifest
 
 ALL_LINEAR = "all-linear"
@@ -71,6 +72,24 @@ def adapter_sizes(shape: ModelShape, target: Target, rank: int, *, has_experts: 
             num_experts = experts[0] if experts else 1
             yield f"{module}{LORA_A}", rank * num_experts * columns
             yield f"{module}{LORA_B}", rank * num_experts * rows
+
+
+def kept_for_adapters(shape: ModelShape, sizes: Mapping[str, int], training: Training) -> tuple[int, int]:
+    """Return the bytes that a layer keeps for its adapters: sums of these and experts, and inputs that are dropped out.
+
+    `sizes` has the parameters of each of the layer's tensors on a rank.
+    """
+    if not training.adapters:
+        return 0, 0
+    adapted = {fqn.removesuffix(LORA_A) for fqn in sizes if fqn.endswith(LORA_A)}
+    summed = sum(sizes[fqn] for fqn in filter(is_expert, sizes) if fqn.removesuffix(".weight") in adapted)
+    nbytes, num_inputs = training.policy.compute, 0
+    for fqn in adapted if training.dropout_rank else ():
+        width = sizes[f"{fqn}{LORA_A}"] // training.dropout_rank
+        # Of what is as wide as the model, tensor-parallel ranks have all.
+        num_inputs += width if width == shape.hidden_size else width // training.tensor
+    mask = 1 if training.is_fused else nbytes
+    return nbytes * summed, training.num_tokens * num_inputs * (nbytes + mask)
 
 
 def digest_of_base(digests: Iterable[tuple[str, str | None]]) -> str | None:

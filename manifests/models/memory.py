@@ -14,6 +14,8 @@ recomputed, and the gradients of what every weight gives. Only the loss is done.
 
 A frozen parameter has its weight alone, in the dtype of computation. Its activations are counted as if it were trained.
 If files have it in another dtype, that is what FSDP gathers from, and otherwise there is a copy in host memory.
+Experts with adapters are added to the products of these in each forward, and their sums kept like its activations.
+With dropout, each adapter of another module keeps an input of its own, and a mask: on GPUs of a byte for each element.
 
 A tensor that another rank sends is in memory from its receive until the backward of its microbatch: a stage's input,
 which is then not counted among the activations as well, and the gradient of its output. What a stage sends is in
@@ -37,8 +39,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from manifests.brief import brief
-from manifests.models import ModelShape, Work, is_expert, module_of
+from manifests.models import ModelShape, Work, module_of
+from manifests.models.adapters import kept_for_adapters
 from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
+from manifests.models.parts import shards_of, sizes_of
 from manifests.models.training import FP32_NBYTES, POLICIES, Training, masked_elements, scores_nbytes
 from manifests.placement import Placement
 from manifests.schedules.actions import Table, actions_of
@@ -46,8 +50,6 @@ from manifests.schedules.liveness import num_remote_neighbors, peak_held, peak_h
 from manifests.schedules.lowering import lower
 
 MOST_IN_TRANSIT = 2  # results of a stage in one direction that have been computed, and of which one is in transit
-# Matrices that every tensor-parallel rank has whole, by the end of their names: routers and projections to latents.
-_WHOLE = (".gate.weight", ".router.weight", ".q_a_proj.weight", ".kv_a_proj_with_mqa.weight")
 _Sharded = tuple[int, int]  # parameters of a tensor on a rank, and the ranks over which FSDP shards these
 
 
@@ -105,7 +107,7 @@ def estimate_memory(
     Receive buffers: for as many as it has received, see `manifests.schedules.liveness.peak_received`.
     """
     placement, policy = table.placement, training.policy
-    sizes = _sizes_of(shape, training)
+    sizes = sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     split = {
         action.stage for steps in table.ranks for step in steps for action in actions_of(step) if action.kind == "I"
@@ -130,7 +132,7 @@ def estimate_memory(
     for stage, modules in enumerate(stages):
         led = {
             module: [
-                (n * shape.copies.get(fqn, 1), _shards_of(fqn, training))
+                (n * shape.copies.get(fqn, 1), shards_of(fqn, training))
                 for fqn, n in sizes[module].items()
                 if fqn not in followers and training.trains(fqn)
             ]
@@ -182,7 +184,7 @@ def memory_of(shape: ModelShape, training: Training, in_flight: int) -> dict[str
     A layout solver sums these costs, so `in_flight` must be one number: the largest of any stage keeps every rank
     within its limit.
     """
-    sizes = _sizes_of(shape, training)
+    sizes = sizes_of(shape, training)
     costs = _costs_of(shape, training, sizes)
     return {
         module: sum(_state_nbytes(shape, training, sizes, [module])) + in_flight * costs[module].activations
@@ -210,7 +212,8 @@ def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping
     for module, work in work_where_kept(shape, keeps_logits=training.loss_chunk is None).items():
         largest = max((count for fqn, count in sizes[module].items() if training.trains(fqn)), default=0)
         if (number := layer_number(shape.architecture, module)) is not None:
-            costs[module] = _layer_cost(work, shape.hidden_size, training, number, largest)
+            cost = _layer_cost(work, shape.hidden_size, training, number, largest)
+            costs[module] = _with_adapters(cost, *kept_for_adapters(shape, sizes[module], training), training)
         else:
             costs[module] = _outer_cost(work, training, largest)
     return costs
@@ -243,6 +246,21 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
         recomputed=tokens * (saved - activations),
         gradients=tokens * nbytes * _divided(given, 2 * work.normed, training.tensor),
         saves_input=activations < saved or _norms_save_input(work, training),
+    )
+
+
+def _with_adapters(cost: _Cost, sums: int, inputs: int, training: Training) -> _Cost:
+    """Return the cost of a layer with bytes of sums and inputs; see Note [Memory of a rank].
+
+    The backward also has the gradient of one of the two tensors of sums, when it may be done with the other.
+    """
+    is_recomputed = cost.recomputed > 0
+    kept = sums * (not is_recomputed or training.recompute == "selective") + inputs * (not is_recomputed)
+    return replace(
+        cost,
+        activations=cost.activations + kept,
+        recomputed=cost.recomputed + sums + inputs - kept,
+        temporary=cost.temporary + sums // 2,
     )
 
 
@@ -336,7 +354,7 @@ def _state_nbytes(
             if fqn in followers:
                 continue
             weights += times * count * policy.compute
-            shards = _shards_of(fqn, training)
+            shards = shards_of(fqn, training)
             if trains:
                 by_shards[shards] += times * count
                 state[shards] += times * round(count * (training.state_of(fqn) + average))
@@ -351,36 +369,6 @@ def _state_nbytes(
             gradients += num_params * policy.master
             optimizer += (state.total() + by_shards.total() * policy.has_masters) * policy.master
     return weights, gradients, optimizer
-
-
-def _sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]]:
-    """Return the parameters of each tensor that a tensor-parallel and expert-parallel rank has, by module."""
-
-    def on_rank(fqn: str) -> int:
-        if _is_distributed(fqn, training):
-            return shape.count_params(fqn) // training.expert  # on average, of experts in a tensor each
-        return shape.count_params(fqn) // (training.tensor if is_divided(fqn, shape) else 1)
-
-    sizes = {module: {fqn: on_rank(fqn) for fqn in fqns} for module, fqns in shape.by_module().items()}
-    for fqn, count in training.adapters.items():
-        module = module_of(fqn, sizes)
-        assert module is not None, fqn
-        sizes[module][fqn] = count
-    return sizes
-
-
-def is_divided(fqn: str, shape: ModelShape) -> bool:
-    """Return whether tensor-parallel ranks share a tensor."""
-    return len(shape.tensors[fqn]) > 1 and not fqn.endswith(_WHOLE)
-
-
-def _is_distributed(fqn: str, training: Training) -> bool:
-    return training.expert > 1 and is_expert(fqn) and fqn not in training.adapters
-
-
-def _shards_of(fqn: str, training: Training) -> int:
-    """Return the number of ranks over which FSDP shards what a rank has of a tensor."""
-    return training.expert_shard if _is_distributed(fqn, training) else training.shard
 
 
 def _divided(elements: int, whole: int, tensor: int) -> int:

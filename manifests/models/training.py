@@ -98,6 +98,7 @@ class Training:
     frozen_nbytes: int | None = None  # of an element of a frozen weight as files have it; None: as it is computed with
     keeps_average: bool = False  # --ema: of the weights, in float32
     adapters: Mapping[str, int] = field(default_factory=dict, hash=False)  # parameters of each adapter
+    dropout_rank: int = 0  # the rank of adapters that have dropout
 
     @property
     def num_tokens(self) -> int:

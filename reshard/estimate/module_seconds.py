@@ -33,7 +33,7 @@ from typing import Any, Literal
 from manifests.command import defaults
 from manifests.errors import UsageError
 from manifests.models import ModelShape, is_expert
-from manifests.models.memory import is_divided
+from manifests.models.parts import is_divided
 from manifests.models.shape import BACKWARD_SHARE, is_layer
 from manifests.models.training import POLICIES, ContextMethod, Recompute, parse_recompute
 from manifests.module_times import MeasuredTimes, ModuleTime, ring

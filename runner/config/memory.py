@@ -69,6 +69,7 @@ def planned_memory(
         host_memory=host_memory,
         trains=trained_by(options, shape.ties) or (lambda fqn: True),
         adapters=dict(sizes),
+        dropout_rank=lora.rank if lora is not None and lora.dropout else 0,
         state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW
         frozen_nbytes=_STORED_NBYTES.get(str(stored)) if options.train_only else None,
         keeps_average=bool(options.optim.ema),

@@ -128,6 +128,17 @@ def test_frozen_weights_need_no_gradients_and_no_optimizer_state() -> None:
     assert (memory.gradients, memory.optimizer) == (4 * num_trained, 12 * num_trained)
 
 
+def test_dropout_of_adapters_is_planned() -> None:
+    table = schedule_table("1F1B", Placement(num_stages=1, num_ranks=1, style="loop"), 1)
+    activations = []
+    for flags in ((), ("--lora-dropout", "0.1")):
+        options = parse_training([*BASE, "--lora-rank", "4", "--lora-target", "down_proj", *flags, "--dtype", "bf16"])
+        plan = planned_memory(SHAPE, [SHAPE.modules], table, options, ParallelDims(pipeline=1))
+        activations.append(plan.ranks[0].activations)
+    num_inputs = SHAPE.num_layers * SHAPE.tensors["model.layers.0.mlp.down_proj.weight"][1]
+    assert activations[1] - activations[0] == 3 * options.batch.microbatch * options.batch.seq_len * num_inputs
+
+
 @pytest.mark.parametrize(
     ("stored", "degrees", "host_memory", "nbytes"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,17 @@ import torch
 import transformers
 
 from manifests.errors import UserError
-from manifests.models.adapters import ALL_LINEAR, PEFT_PREFIX, parse_target
+from manifests.models import is_expert, model_shape
+from manifests.models.adapters import ALL_LINEAR, PEFT_PREFIX, Target, adapter_sizes, is_adapter, parse_target
 from manifests.models.catalogue import catalogued
+from manifests.models.memory import memory_of
 from manifests.models.trainable import generic_entry, is_generic
+from manifests.models.training import POLICIES, HostMemory, Recompute, Training
 from runner.config.lora import LoraOptions
 from runner.models.adapters import Adapters
 from runner.models.generic import Generic
 from runner.models.regions import Region
-from tests.fast.manifests.models.catalogued import quiet
+from tests.fast.manifests.models.catalogued import quiet, stored_by
 from tools.tiny_models import tiny_config
 
 SIZES = {
@@ -125,14 +129,76 @@ def test_adapters_of_every_architecture_have_the_names_and_gradients_of_peft(arc
             assert (gradient - expected).abs().max() <= 1e-10 * max(1, expected.abs().max()), name
 
 
-def family_of(architecture: str, target: str | None) -> Generic:
+def test_plans_count_the_experts_that_adapters_are_added_to() -> None:
+    """Autograd keeps their sums from a microbatch's forward to its backward, unless layers are recomputed.
+
+    It also keeps the inputs of experts then, which plans count of frozen ones, too.
+    """
+    config, stored = stored_by("Qwen3MoeForCausalLM")
+    shape, kept = model_shape(config, stored=stored), list[int]()
+    planned: dict[Recompute, list[int]] = {"none": [], "selective": [], "full": []}
+    for has_experts in (False, True):
+        family = family_of("Qwen3MoeForCausalLM", ALL_LINEAR, has_experts=has_experts)
+        kept.append(kept_by_forward(family.whole().model.bfloat16()))
+        sizes = dict(adapter_sizes(shape, ALL_LINEAR, 2, has_experts=has_experts))
+        training = Training(
+            policy=POLICIES["bf16"], microbatch=1, seq_len=8, adapters=sizes, trains=lambda fqn: ".lora_" in fqn
+        )
+        for recompute, numbers in planned.items():
+            without, with_one = (memory_of(shape, replace(training, recompute=recompute), count) for count in (0, 1))
+            numbers.append(sum(with_one.values()) - sum(without.values()))
+    sums = 2 * sum(shape.count_params(fqn) for fqn in shape.tensors if is_expert(fqn))
+    for recompute, (without, with_experts) in planned.items():
+        assert with_experts - without == (0 if recompute == "full" else sums), recompute
+    assert sums < kept[1] - kept[0] < 1.1 * sums
+
+
+def test_plans_count_inputs_that_are_dropped_out() -> None:
+    config, stored = stored_by("LlamaForCausalLM")
+    sizes = dict(adapter_sizes(model_shape(config, stored=stored), ("o_proj",), 2, has_experts=False))
+    kept, planned = list[int](), dict[HostMemory | None, list[int]]()
+    for dropout in (0.0, 0.5):
+        family = family_of("LlamaForCausalLM", ("o_proj",), has_experts=False, dropout=dropout)
+        kept.append(kept_by_forward(family.whole().model.bfloat16()))
+        for host_memory in ("compact", None):
+            training = Training(
+                policy=POLICIES["bf16"], microbatch=1, seq_len=8, adapters=sizes, trains=lambda fqn: ".lora_" in fqn,
+                dropout_rank=2 if dropout else 0, host_memory=host_memory,
+            )  # fmt: skip
+            without, with_one = (memory_of(model_shape(config, stored=stored), training, count) for count in (0, 1))
+            planned.setdefault(host_memory, []).append(sum(with_one.values()) - sum(without.values()))
+    assert planned["compact"][1] - planned["compact"][0] == kept[1] - kept[0] > 0
+    assert 4 * (planned[None][1] - planned[None][0]) == 3 * (kept[1] - kept[0])  # a mask is a byte there
+
+
+def kept_by_forward(model: torch.nn.Module) -> int:
+    """Return the bytes that autograd keeps of a forward with adapters and gradients of the first layer's input."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(f".{name}") or "embed_tokens" in name)
+    storages, tensors = dict[int, int](), list[torch.Tensor]()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        tensors.append(tensor)  # so that no storage is used twice
+        return tensor
+
+    with quiet(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=torch.arange(8)[None], use_cache=False)
+    return sum(storages.values())
+
+
+def family_of(architecture: str, target: Target | None, *, has_experts: bool = True, dropout: float = 0.0) -> Generic:
     entry = generic_entry(architecture)
     assert entry is not None
     with quiet():
         family = Generic(entry, tiny_config(getattr(transformers, architecture)).to_dict(), max_seq_len=16)
         family._config._experts_implementation = "eager"  # in any dtype
         if target is not None:
-            family.add_adapters(
-                LoraOptions(rank=2, alpha=4.0, target=target, experts=True, dropout=0.0, is_rank_scaled=False)
+            lora = LoraOptions(
+                rank=2, alpha=4.0, target=target, experts=has_experts, dropout=dropout, is_rank_scaled=False
             )
+            family.add_adapters(lora)
     return family
