@@ -15,7 +15,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 INTERRUPTED = 130
@@ -93,7 +93,9 @@ def _watch(reader: int) -> None:
             since_s = min(since_s, time.monotonic())
 
 
-def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> None:
+def end_at_signals(
+    clear_up: Callable[[int], object] = lambda number: None, numbers: Sequence[signal.Signals] = STOPPING
+) -> None:
     """Exit at a signal, with a line on stderr; unblocks the signals."""
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -102,7 +104,7 @@ def end_at_signals(clear_up: Callable[[int], object] = lambda number: None) -> N
         say_interrupted(number)
         os._exit(INTERRUPTED)
 
-    _handle(end)
+    _handle(end, numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
@@ -121,7 +123,7 @@ def say_interrupted(number: int) -> None:
         os.write(2, f"interrupted by {signal.Signals(number).name}\n".encode())
 
 
-def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
-    for number in STOPPING:
+def _handle(handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals] = STOPPING) -> None:
+    for number in numbers:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)

@@ -89,8 +89,10 @@ def has_ranks(pid: int) -> bool:
     [
         (is_agent, signal.SIGTERM),
         (imports_torch, signal.SIGINT),
+        (imports_torch, signal.SIGUSR2),
         pytest.param(is_agent, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(imports_torch, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(imports_torch, signal.SIGHUP, marks=pytest.mark.slow),
         pytest.param(has_ranks, signal.SIGINT, marks=pytest.mark.slow),
         pytest.param(has_ranks, signal.SIGTERM, marks=pytest.mark.slow),
     ],

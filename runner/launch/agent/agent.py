@@ -51,7 +51,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, ranks would end without an exit code
     with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as reports_dir:
         # torchrun handles signals itself once it starts ranks.
-        end_at_signals(lambda number: _stop_early(reports_dir))
+        end_at_signals(lambda number: _stop_early(reports_dir), _HANDLED)
         os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: reports_dir})
         code = _run(Path(reports_dir))
     sys.exit(code)
