@@ -160,6 +160,7 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
         module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reduce_scatter_unused_params(True)  # an expert may have no tokens on some ranks
     _gather_in_float32(chunk.body, frozenset(exact))
+    chunk.accumulate = partial(_accumulate, chunk.body)
     # FSDP warns that it misses the backward of an output that is a view and changed in place: ours never are.
     for sharded in {type(module).__name__ for module in (*experts, chunk.body)}:
         warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({sharded}\) returned a view tensor", UserWarning)
@@ -203,27 +204,28 @@ def _reduce_sharded(root: FSDPModule) -> None:
     root.set_is_last_backward(True)
     root.set_reshard_after_backward(True)
     root.set_requires_gradient_sync(True)
-    state = fully_shard.state(root)  # type: ignore[attr-defined]
-    for fsdp_state in state._state_ctx.all_states:
-        for group in fsdp_state._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                _accumulate(parameter)
-            group.post_backward()
-    state._root_post_backward_final_callback()
+    # torch's own zeros have the dtype of computation, and it reduces no group of parameters with two dtypes.
+    _accumulate(root, adds_zeros=True)
+    for group in _groups_of(root):
+        group.post_backward()
+    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-def _accumulate(parameter: Any) -> None:
-    """Let FSDP have the gradient of a parameter, zeros if it was not used, in the dtype of the reduction.
+def _accumulate(root: nn.Module | FSDPModule, *, adds_zeros: bool = False) -> None:
+    """Add gradients to those before in the dtype of the reduction, as torch does when a whole backward has ended."""
+    for parameter in (parameter for group in _groups_of(root) for parameter in group.fsdp_params):
+        unsharded = getattr(parameter, "_unsharded_param", None)  # None: never gathered
+        if unsharded is None or not unsharded.requires_grad:
+            continue
+        if adds_zeros and unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
+            unsharded.grad = torch.zeros_like(unsharded)
+        parameter.accumulate_unsharded_grad_if_needed()
+        parameter.to_accumulated_grad_if_needed()
 
-    torch's own zeros have the dtype of computation, and it reduces no group of parameters with two dtypes.
-    """
-    unsharded = getattr(parameter, "_unsharded_param", None)  # None: never gathered
-    if unsharded is None or not unsharded.requires_grad:
-        return
-    if unsharded.grad is None and parameter.unsharded_accumulated_grad is None:
-        unsharded.grad = torch.zeros_like(unsharded)
-    parameter.accumulate_unsharded_grad_if_needed()
-    parameter.to_accumulated_grad_if_needed()
+
+def _groups_of(root: nn.Module | FSDPModule) -> Iterator[Any]:
+    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]
+    return (group for state in states for group in state._fsdp_param_groups)
 
 
 @torch.no_grad()

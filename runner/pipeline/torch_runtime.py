@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 
 from manifests.schedules.actions import LoweredTable, TracedKind
 from runner.distributed.world import exchange_device
+from runner.pipeline.chunk import StageChunk
 from runner.profiling.trace import Recorder
 from runner.tensors.heap import return_holes
 
@@ -133,6 +134,7 @@ class RuntimeStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         with self._timed("W", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            cast(StageChunk, self.submod).accumulate()
         self._free("F", bwd_chunk_id)
         self._free("B", bwd_chunk_id)
         return_holes(self.device.type)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,13 +19,20 @@ from torch.distributed.tensor import DTensor
 from manifests.errors import UsageError
 from manifests.models.training import Recompute
 from manifests.placement import Placement
+from manifests.schedules.actions import Action, Table
+from manifests.schedules.lowering import lower
 from manifests.schema import StateKind
+from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
 from runner.models import family_for
+from runner.parallel.mesh import Mesh
+from runner.parallel.parallelize import Parallel, parallelize
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters
+from runner.pipeline.runtime import Pipeline
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
-from runner.pipeline.timetable import find_timetable
+from runner.pipeline.timetable import Timetable, find_timetable
+from runner.tensors.dtensor import local_of
 from runner.training.activation_checkpoint import apply_compute_options
 from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
@@ -258,3 +267,44 @@ def test_masters_get_the_gradients_of_fsdps_mixed_precision(folder: Path, alone:
     for fqn, parameter in named_hf_parameters(whole):
         assert isinstance(parameter.grad, DTensor)
         assert torch.equal(found[fqn], parameter.grad.to_local()), fqn
+
+
+@pytest.mark.parametrize("backward", ["IIIIWWWW", "IWIWIWIW"])
+def test_split_backwards_accumulate_shards_in_float32(folder: Path, alone: DeviceMesh, backward: str) -> None:
+    """Where several second parts follow each other, too: the gradients are those of whole backwards, bit by bit."""
+    assert alone.size() == 1
+    expected, found = (gradients_of_shards(folder, kinds) for kinds in ("BBBB", backward))
+    assert expected.keys() == found.keys()
+    for fqn, gradient in expected.items():
+        assert torch.equal(found[fqn], gradient), fqn
+
+
+def gradients_of_shards(folder: Path, backward: str) -> Mapping[str, torch.Tensor]:
+    """Run microbatches through two stages that FSDP shards; `backward` has the kinds of the last one's actions."""
+    family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
+    stage_modules = split_evenly(family.modules, 2)
+    chunks, options = build_chunks(family, stage_modules, range(2)), replace(BATCH, microbatch=1)
+    fill(chunks, folder)
+    mesh = Mesh(
+        degrees=ParallelDims(pipeline=1, shard=2),
+        rank=0,
+        device_mesh=init_device_mesh("cpu", (1, 1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
+    )
+    for chunk in chunks:
+        parallelize(chunk, mesh, MIXED)
+    microbatches = range(options.num_microbatches)
+    actions = [Action(stage=stage, kind="F", microbatch=number) for stage in range(2) for number in microbatches]
+    counts: Counter[str] = Counter()
+    for kind in backward:
+        actions.append(Action(stage=1, kind=kind, microbatch=counts[kind]))
+        counts[kind] += 1
+    actions += (Action(stage=0, kind="B", microbatch=number) for number in microbatches)
+    placement = Placement(num_stages=2, num_ranks=1)
+    table = lower(Table(placement=placement, num_microbatches=len(microbatches), ranks=(tuple(actions),)))
+    metadata = plan_stage_metadata(family, stage_modules, torch.bfloat16)
+    pipeline = Pipeline(Timetable(name="split", placement=placement, file=table), chunks, metadata, options)
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=torch.float32, dtype=torch.float32)
+    parallel.defer_gradient_sync()
+    pipeline.train(padded_batch(0, size=options.global_batch))
+    parallel.reduce_gradients()
+    return {fqn: local_of(gradient) for fqn, gradient in gradients_of(chunks).items()}
