@@ -197,8 +197,8 @@ def _gpu_sentences(results: Mapping[str, Any]) -> Iterator[str]:
         most[is_fp32] = max(most[is_fp32], rank["peak_nbytes"] / rank["planned_nbytes"])
     yield (
         f"- Weights, gradients and optimizer state are the planned bytes exactly; peaks in bfloat16, with and without "
-        f"masters, are at most {most[False]:.2f} times the plan, and in float32 {most[True]:.2f} times. A GPU has no "
-        f"fused attention for float32 where heads share keys, and keeps its matrices {_link('gpu-memory')}."
+        f"masters, are at most {most[False]:.2f} times the plan. In float32 they were {most[True]:.2f} times: heads "
+        f"that share keys had no fused attention then. They have now, which was not measured {_link('gpu-memory')}."
     )
     yield (
         f"- An asynchronous save of {saving['1 ranks'][0]['nbytes'] / 1e9:.1f} GB pauses training for "

@@ -71,9 +71,6 @@ def linear(inputs: int, outputs: int, *, bias: bool = False) -> Component:
     return Component(tensors=tensors, work=Work(flops=2 * inputs * outputs, products=outputs))
 
 
-MAX_FUSED_HEAD = 256  # for wider heads transformers repeats keys: `use_gqa_in_sdpa` of transformers 5.23
-
-
 def attention(
     config: ConfigReader,
     *,
@@ -115,10 +112,7 @@ def attention(
         return part + Component(
             work=work + Work(saved=4 * queries, keys=2 * queries, scores=scores, softmaxes=softmaxes)
         )
-    work += Work(saved=2 * queries + 2 * keys, saved_fp32=heads, keys=2 * keys)
-    if kv_heads < heads and head <= MAX_FUSED_HEAD:
-        work += Work(sharing=heads)
-    return part + Component(work=work)
+    return part + Component(work=work + Work(saved=2 * queries + 2 * keys, saved_fp32=heads, keys=2 * keys))
 
 
 def gated_mlp(width: int, ffn: int, *, bias: bool = False) -> Component:

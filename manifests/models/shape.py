@@ -53,7 +53,6 @@ class Work:
     keys: int = 0  # of the elements saved, keys and values that heads share
     scores: int = 0  # elements for each key, in the compute dtype
     softmaxes: int = 0  # heads whose softmax is computed in float32, kept so, and rounded
-    sharing: int = 0  # heads that share keys, for which a GPU has no fused attention in float32
 
     def __add__(self, other: Work) -> Work:
         return Work(**{item.name: getattr(self, item.name) + getattr(other, item.name) for item in fields(Work)})

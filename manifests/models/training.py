@@ -139,17 +139,20 @@ def scores_nbytes(work: Work, training: Training) -> tuple[int, int, int]:
     """
     nbytes, elements, heads = training.policy.compute, work.scores, max(work.scores, work.softmaxes)
     matrices = nbytes * elements + work.softmaxes * (FP32_NBYTES + nbytes * (nbytes < FP32_NBYTES))
-    if training.host_memory is None and nbytes == FP32_NBYTES and not training.has_masks:
-        matrices, heads = matrices + FP32_NBYTES * work.sharing, heads + work.sharing
     by_key = (matrices, nbytes * heads, 2 * FP32_NBYTES * heads)
     kept, selective, temporary = (training.seq_len * number // training.tensor for number in by_key)
     return kept, selective, temporary
 
 
 def masked_elements(work: Work, training: Training) -> int:
-    """Return the elements for each token that attention keeps besides with a mask; see Note [Masks]."""
-    if not training.has_masks or not work.flops_per_key:
-        return 0
+    """Return the elements for each token that attention keeps besides with a mask; see Note [Masks].
+
+    On a GPU in float32 it repeats keys and values without one, too: see Note [Shared keys in float32] in
+    runner/models/implementations.py.
+    """
     repeated = work.flops_per_key // 2  # the keys and values of a token, for all heads
+    if not training.has_masks or not repeated:
+        is_repeated = work.keys and training.host_memory is None and training.policy.compute == FP32_NBYTES
+        return max(0, repeated - work.keys) // training.tensor if is_repeated else 0
     repeated = repeated * 3 // 2 if training.exchanges_heads else repeated * training.context
     return (repeated - work.keys) // training.tensor + training.keys_per_query

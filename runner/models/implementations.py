@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
+from transformers.integrations import sdpa_attention
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from manifests.errors import ModelError, UsageError
@@ -24,6 +25,20 @@ _CHOOSE_CODE = (
     "name_or_path", "_name_or_path", "gradient_checkpointing", "use_kernels", "kernel_config",
 )  # fmt: skip
 _DTYPES = ("dtype", "torch_dtype")
+
+# Note [Shared keys in float32]
+# CUDA has no fused attention in float32 for heads that share keys: torch computes it in several operations, and every
+# layer keeps its scores. With keys and values repeated, as transformers does where there is a mask, it is fused.
+_use_gqa = sdpa_attention.use_gqa_in_sdpa
+
+
+def shares_keys(attention_mask: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether attention takes the keys and values that heads share as they are."""
+    is_unfused = key.is_cuda and key.dtype == torch.float32
+    return not is_unfused and _use_gqa(attention_mask, key, value)
+
+
+setattr(sdpa_attention, "use_gqa_in_sdpa", shares_keys)  # noqa: B010 - mypy forbids to assign to a function
 
 
 def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:

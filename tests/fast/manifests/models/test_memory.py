@@ -111,18 +111,18 @@ def test_what_attention_of_several_operations_keeps_grows_with_the_square_of_a_r
 
 
 def test_peaks_on_a_gpu_are_those_planned() -> None:
-    """Recorded by tests/gpu; in float32, attention of heads that share keys is several operations there."""
+    """As tests/gpu recorded them in bfloat16; in float32, attention of heads that share keys was several operations."""
     recorded = json.loads((measure.ROOT / "bench/results/gpu-memory.json").read_text())
     sizes = {**SIZES, **recorded["model"]}
     shape = model_shape(LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).to_dict())
     for num_ranks in (1, 2):
         placement = Placement(num_stages=num_ranks, num_ranks=num_ranks)
         stages = [shape.modules] if num_ranks == 1 else [shape.modules[:13], shape.modules[13:]]
-        for policy in POLICIES.values():
+        for policy in (POLICIES["bf16"], POLICIES["mixed"]):
             training = Training(policy=policy, microbatch=2, seq_len=2048)
             planned = estimate_memory(shape, stages, schedule_table("1F1B", placement, 4), training)
             for rank, measured in zip(planned.ranks, recorded["runs"][f"{policy.name}-{num_ranks}"], strict=True):
-                assert rank.total == pytest.approx(measured["peak_nbytes"], rel=0.06), (policy.name, num_ranks)
+                assert rank.total == pytest.approx(measured["peak_nbytes"], rel=0.04), (policy.name, num_ranks)
 
 
 def kept_by_attention(config: dict[str, Any], training: Training, *, is_masked: bool) -> int:
@@ -238,8 +238,7 @@ def test_selective_checkpointing_keeps_what_matrices_and_attention_give() -> Non
     assert (config["hidden_size"], config["intermediate_size"]) == (width, ffn)
     asked = replace(FP32, recompute="selective")
     kept = memory_of(shape, asked, 1)["model.layers.0"] - memory_of(shape, asked, 0)["model.layers.0"]
-    scores = 4 * asked.seq_len  # of 4 heads: on a GPU, float32's attention is matrix products here
-    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width + scores)
+    assert kept == FP32.num_tokens * 4 * (2 * width + 2 * keys + width + 2 * ffn + width + width)
 
 
 @pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 0), ("bf16", 4), ("mixed", 0)])

@@ -152,7 +152,7 @@ def test_single_pipeline_rank_is_planned_with_any_schedule_as_it_trains(tmp_path
             "--schedule",
         ),
         (
-            ("--layout", "balance:params,pp=2", "--seq-len", "32", "--gpu-memory", "280000B"),
+            ("--layout", "balance:params,pp=2", "--seq-len", "64", "--gpu-memory", "300000B"),
             3,
             "layout.memory-limit",
             "layout",

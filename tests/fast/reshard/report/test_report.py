@@ -41,11 +41,11 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
     wording(printed)
     table = [re.split(" {2,}", line.strip()) for line in printed.splitlines()[3:5]]
     assert table == [
-        ["0", "0", "0", "embed_tokens, layers.0-1", "4,544", "8.88 KiB", "8.70 k", "110.38 KiB", "87%"],
-        ["1", "1", "0", "layers.2-3, norm, lm_head", "4,560", "8.91 KiB", "9.98 k", "96.66 KiB", "100%"],
+        ["0", "0", "0", "embed_tokens, layers.0-1", "4,544", "8.88 KiB", "8.70 k", "108.38 KiB", "87%"],
+        ["1", "1", "0", "layers.2-3, norm, lm_head", "4,560", "8.91 KiB", "9.98 k", "95.66 KiB", "100%"],
     ]
     shown = reshard("plan", tmp_path, *flags, "--json").json
-    memory = [nbytes(18176, 18176, 36352, 35584, 1536, 3200), nbytes(18240, 18240, 36480, 21408, 2048, 2560)]
+    memory = [nbytes(18176, 18176, 36352, 33536, 1536, 3200), nbytes(18240, 18240, 36480, 20384, 2048, 2560)]
     # Stage 1 starts after one forward of stage 0 and never waits; stage 0 ends with one backward.
     step = 8704 + 12 * 9984 + 2 * 8704
     assert shown == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.integrations import sdpa_attention
 
 from manifests.errors import UserError
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of
@@ -268,3 +270,14 @@ def test_tensor_parallel_ranks_have_parts_of_experts_of_any_size(size: int, impl
     body(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
     assert all(parameter.grad is not None for name, parameter in body.named_parameters() if ".experts." in name)
     assert body.model.config._experts_implementation == implementation
+
+
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "expected"),
+    [(True, torch.float32, False), (True, torch.bfloat16, True), (False, torch.float32, True)],
+)
+def test_heads_on_a_gpu_that_share_keys_get_their_own_in_float32_which_is_fused(
+    is_cuda: bool, dtype: torch.dtype, expected: bool
+) -> None:
+    key: Any = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 2, 8, 64))
+    assert sdpa_attention.use_gqa_in_sdpa(None, key, key) is expected
