@@ -76,6 +76,24 @@ def write_trained(folder: Path, layout: str, *, seed: int = 0, **config: Any) ->
     return out
 
 
+def write_trained_head(folder: Path) -> tuple[Path, dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """As `write_trained`, a model whose files have the head, to which the embedding is tied, and not the embedding."""
+    sizes = llama_config(tie_word_embeddings=True)
+    weights = random_tensors(sizes, dtypes=["F32"])
+    weights[HEAD] = weights.pop(EMBEDDING)
+    write_model(folder / "source", sizes, weights)
+    out = folder / "trained"
+    pack(folder / "source", out, "pp=1")
+    moments = {
+        kind: {fqn: one for fqn, one in tensors.items() if fqn in weights}
+        for kind, tensors in random_moments(sizes).items()
+    }
+    for kind, tensors in moments.items():
+        write_moments(out, 0, kind, tensors)
+    change_manifest(out, lambda document: document.update(training=dict(STATE)))
+    return out, weights, moments
+
+
 def write_moments(out: Path, index: int, moment: str, tensors: Mapping[str, Tensor]) -> None:
     """Write one stage's moments as SPEC.md says a shard is written, and their line in the manifest."""
     head, data = shard_of(tensors)

@@ -60,19 +60,20 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
     if trained is None or trained.optimizer is None:
         return saved
     tied = {fqn for group in checkpoint.shape.ties for fqn in group}
-    owners = {next(fqn for fqn in group if fqn in checkpoint.tensors) for group in checkpoint.shape.ties}
+    owners = {next(fqn for fqn in group if fqn in checkpoint.tensors): group[0] for group in checkpoint.shape.ties}
     groups = _Groups(checkpoint, trained, trained.optimizer)
     of_optimizer = checkpoint.shape.trained
     for fqn in checkpoint.tensors:  # in an order, so that each export has the same bytes
         if fqn in of_optimizer and (fqn not in tied or fqn in owners):
-            groups.add(fqn, place(checkpoint.tensors[fqn], is_fused=True))
+            groups.add(fqn, place(replace(checkpoint.tensors[fqn], name=owners.get(fqn, fqn)), is_fused=True))
     for kind in kinds_of(trained.optimizer):
         if kind.name not in SHAPES or (kind.shape != "parameter" and for_torchtitan):
             problem = f"has {kind.name}, which no optimizer of {'torchtitan' if for_torchtitan else 'torch'} has"
             raise refuse_state(checkpoint, problem)
         for fqn, tensor in checkpoint.moments[kind.name].items():
             if fqn not in tied or fqn in owners:
-                saved.add(place(tensor, is_fused=True), partial(_state_key, kind=kind.name))
+                owned = replace(tensor, name=owners.get(fqn, fqn))
+                saved.add(place(owned, is_fused=True), partial(_state_key, kind=kind.name))
     for key, number in groups.numbers.items():
         options, counts_steps = groups.options[number]
         if counts_steps:

@@ -35,6 +35,7 @@ from tests.builders import (
 )
 from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, assert_equal, huggingface_state, torchtitan_state
 from tests.fast.titans import LLAMA, llama
+from tests.fast.trained import write_trained_head
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 Key = tuple[str, ...]
@@ -79,6 +80,22 @@ def test_torch_reads_a_tied_weight_under_each_name_from_one_place(names: str, em
         assert reshard("check", one, "--against", other, "--bytes").code == 0
     run("export", pack(out, tmp_path / "again"), "--to", "hf", "--out", tmp_path / "back")
     assert tensors_in(tmp_path / "back") == tensors
+
+
+@pytest.mark.parametrize(("names", "embedding"), [("hf", EMBEDDING), ("torchtitan", "tok_embeddings.weight")])
+def test_state_of_a_tied_weight_that_is_stored_as_the_head_is_the_embeddings(
+    names: str, embedding: str, tmp_path: Path
+) -> None:
+    """Optimizers of torch know a parameter by the first of its names."""
+    trained, weights, moments = write_trained_head(tmp_path)
+    run("export", trained, "--to", "dcp", "--for", names, "--out", tmp_path / "out")
+    found = state_of(tmp_path / "out")
+    assert found[embedding,].numpy().tobytes() == found["lm_head.weight",].numpy().tobytes() == weights[HEAD].data
+    for kind, tensors in moments.items():
+        assert found["optimizer", f"state.{embedding}.{kind}"].numpy().tobytes() == tensors[HEAD].data
+    assert not any("lm_head" in part for key in found if key[0] == "optimizer" for part in key)
+    pack(tmp_path / "out", tmp_path / "again", "pp=2")
+    assert reshard("diff", trained, tmp_path / "again").code == 0
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -35,12 +35,11 @@ from manifests.store import write_manifest
 from reshard.formats.megatron.arguments import arguments_of, check_arguments, config_of
 from reshard.formats.megatron.read import arguments_in
 from stores.open import open_manifest
-from tests.builders import EMBEDDING, HEAD, llama_config, pack, random_tensors, refusal, reshard, run, write_model
+from tests.builders import HEAD, pack, refusal, reshard, run
 from tests.fast.manifests.models.built import read_config
-from tests.fast.reshard.forged import change_manifest
 from tests.fast.reshard.formats.dcp.test_dcp_export import state_of
 from tests.fast.reshard.formats.dcp.test_dcp_source import assert_equal, huggingface_state
-from tests.fast.trained import STATE, random_moments, write_moments
+from tests.fast.trained import write_trained_head
 
 GOLDEN = Path(__file__).parents[4] / "data" / "megatron"
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]
@@ -436,19 +435,7 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
 
 @pytest.mark.parametrize("dtype", ["source", "bf16"])
 def test_tied_weight_that_is_stored_as_the_head_is_the_embedding(dtype: str, tmp_path: Path) -> None:
-    sizes = llama_config(tie_word_embeddings=True)
-    weights = random_tensors(sizes, dtypes=["F32"])
-    weights[HEAD] = weights.pop(EMBEDDING)
-    write_model(tmp_path / "source", sizes, weights)
-    packed = tmp_path / "packed"
-    pack(tmp_path / "source", packed, "pp=1")
-    moments = {
-        kind: {fqn: one for fqn, one in tensors.items() if fqn in weights}
-        for kind, tensors in random_moments(sizes).items()
-    }
-    for kind, tensors in moments.items():
-        write_moments(packed, 0, kind, tensors)
-    change_manifest(packed, lambda document: document.update(training=dict(STATE)))
+    packed, weights, moments = write_trained_head(tmp_path)
     run("export", packed, "--to", "megatron", "--dtype", dtype, "--out", tmp_path / "out")
     found = tensors_of(tmp_path / "out" / "iter_0000060")
     name = "embedding.word_embeddings.weight"
