@@ -75,11 +75,16 @@ class ModelTensors:
         shape = config.shape or model_shape(
             config.fields, str(config.file), stored_in(weights, where), options.description
         )
-        weights = under_fqns(weights, shape)
+        weights = _under_owners(under_fqns(weights, shape), shape, dropped)
         shape = without_absent(shape, weights)
         check_coverage(weights, shape, where, frozenset(dropped))
         ordered = {fqn: weights[fqn] for fqn in (*shape.tensors, *weights) if fqn in weights}
         return cls(shape=shape, weights=ordered, dropped=dropped, where=where, description=options.description)
+
+    def fqn_of(self, name: str) -> str:
+        """Return the FQN of a name in files: of a tied weight, that of its owner."""
+        fqn = self.shape.fqn_of(name)
+        return next((group[0] for group in self.shape.ties if fqn in group and group[0] in self.weights), fqn)
 
     def cover_state(
         self, kind: Holds, state: MutableMapping[str, TensorAt], shapes: Mapping[str, tuple[int, ...]] | None = None
@@ -88,7 +93,7 @@ class ModelTensors:
 
         `shapes` are those of its state, if it is of some weights or of another shape than theirs.
         """
-        state = under_fqns(state, self.shape)
+        state = _under_owners(under_fqns(state, self.shape), self.shape, self.dropped)
         ordered = {fqn: state[fqn] for fqn in (*self.weights, *state) if fqn in state and fqn not in self.dropped}
         trained = trained_part(self.shape)
         trained = trained if shapes is None else replace(trained, tensors=shapes)
@@ -123,6 +128,17 @@ class ModelTensors:
             description=self.description,
             merges_slices=True,
         )
+
+
+def _under_owners(
+    tensors: MutableMapping[str, TensorAt], shape: ModelShape, dropped: Collection[str]
+) -> MutableMapping[str, TensorAt]:
+    """Return the tensors with a tied one under its owner's name: weights and optimizer state may have two names."""
+    for owner, *others in shape.ties:
+        name = next((fqn for fqn in others if fqn in tensors), None)
+        if name is not None and owner not in tensors and owner not in dropped:
+            tensors[owner] = replace(tensors.pop(name), name=owner)
+    return tensors
 
 
 BAD_OPTIMIZER = "source.bad-optimizer-state"

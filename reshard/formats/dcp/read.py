@@ -73,7 +73,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     if optimizer is None:
         return checkpoint
     trained = training_state(
-        folder, saved, optimizer, model.weights, lambda name, of: map(model.shape.fqn_of, stored.fqns_of(name, of))
+        folder, saved, optimizer, model.weights, lambda name, of: map(model.fqn_of, stored.fqns_of(name, of))
     )
     assert trained.optimizer is not None
     moments, (groups, kinds) = {}, (trained.optimizer.groups, kinds_of(trained.optimizer))
@@ -83,7 +83,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         shapes = state_shapes(kind, groups, model.shape.trained, model.shape.ties)
         moments[kind.name] = model.cover_state(kind.name, stored.tensors(optimizer.moments[kind.name]), shapes)
     state = {name: tensor for of_kind in optimizer.moments.values() for name, tensor in of_kind.items()}
-    fqns = {name: map(model.shape.fqn_of, stored.fqns_of(name, state[name])) for name in optimizer.differing}
+    fqns = {name: map(model.fqn_of, stored.fqns_of(name, state[name])) for name in optimizer.differing}
     if fqns:
         steps = {fqn: optimizer.differing[name] for name, of_name in fqns.items() for fqn in of_name}
         file = MemoryFile(STEPS_NAME, encode_steps(steps))

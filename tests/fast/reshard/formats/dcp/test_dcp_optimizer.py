@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from manifests.codec import decode_manifest
 from manifests.models import model_shape
@@ -21,8 +21,8 @@ from reshard import export
 from runner.config.optimizers import check_state_fits, optimizer_of
 from runner.config.schema import OptimOptions
 from runner.training.algorithms import declare_kinds
-from tests.builders import pack, refusal, reshard, run
-from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, save
+from tests.builders import EMBEDDING, HEAD, pack, refusal, reshard, run
+from tests.fast.reshard.formats.dcp.test_dcp_source import CONFIGS, SIZES, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -178,6 +178,30 @@ def test_torch_resumes_from_what_its_optimizer_becomes(
     expected, found = flattened(model, optimizer), flattened(other, resumed)
     for key in ("model", "optimizer"):
         assert [name for name in found[key] if not is_same(expected[key][name], found[key][name])] == []
+
+
+@pytest.mark.parametrize("lost", [(), (EMBEDDING,)])
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+def test_state_of_a_tied_weight_is_its_owners_under_whichever_name_each_is_saved(
+    name: str, lost: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CONFIGS, "llama", LlamaConfig(**SIZES | {"tie_word_embeddings": True}))
+    model = new_model(0)
+    tied, *others = model.parameters()
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": [tied], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    train(model, optimizer, 0)
+    saved = flattened(model, optimizer)
+    weights = {fqn: weight for fqn, weight in saved["model"].items() if fqn not in lost}
+    renamed = {key.replace(EMBEDDING, name): value for key, value in saved["optimizer"].items()}
+    pack(save(tmp_path / "step-2", "llama", {"model": weights, "optimizer": renamed}), tmp_path / "packed")
+    assert reshard("verify", tmp_path / "packed").code == 0
+    run("export", tmp_path / "packed", "--to", "dcp", "--out", tmp_path / "exported")
+    wanted = {key: value for key, value in saved["optimizer"].items() if key.endswith(("exp_avg", "weight_decay"))}
+    found: Options = {key: torch.zeros_like(old) if torch.is_tensor(old) else -1 for key, old in wanted.items()}
+    loaded = {"optimizer": found}
+    dcp.load(loaded, checkpoint_id=tmp_path / "exported", no_dist=True)  # type: ignore[attr-defined]
+    assert [key for key, value in wanted.items() if not is_same(value, loaded["optimizer"][key])] == []
 
 
 def is_same(one: Any, other: Any) -> bool:

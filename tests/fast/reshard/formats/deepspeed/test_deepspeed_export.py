@@ -11,9 +11,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
-from tests.builders import pack, refusal, run
-from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN, MOMENTS, STEPS, moments_of
-from tests.fast.trained import write_trained
+from tests.builders import EMBEDDING, HEAD, pack, refusal, reshard, run
+from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import (
+    GOLDEN,
+    MODEL_STATES,
+    MOMENTS,
+    STATE,
+    STEPS,
+    change,
+    moments_of,
+)
+from tests.fast.trained import write_trained, write_trained_head
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -100,6 +108,23 @@ def test_optimizer_state_survives_the_way_through_a_universal_checkpoint(
     run("export", trained, "--to", "universal", "--for", names, "--weights-only", "--out", tmp_path / "weights")
     kinds = {path.name for path in (tmp_path / "weights").rglob("zero/*/*.pt")}
     assert kinds == {"fp32.pt"}
+
+
+def test_tied_weight_that_is_saved_as_the_head_is_in_the_group_of_its_owner(tmp_path: Path) -> None:
+    trained, *_ = write_trained_head(tmp_path)
+    run("export", trained, "--to", "universal", "--out", tmp_path / "out")
+    (step,) = (tmp_path / "out").glob("global_step*")
+    (step / "zero" / EMBEDDING).rename(step / "zero" / HEAD)
+    others = [path.name for path in (step / "zero").iterdir() if path.is_dir() and path.name != HEAD]
+    shapes = [dict.fromkeys(names, 0) for names in (others, [HEAD])]
+    change(step / MODEL_STATES, lambda state: {**state, "param_shapes": shapes})
+    group = loaded(step / STATE)["param_groups"][0]
+    groups = [{**group, "weight_decay": decay} for decay in (0.1, 0.0)]
+    change(step / STATE, lambda state: {**state, "param_groups": groups})
+    pack(tmp_path / "out", tmp_path / "packed")
+    found = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
+    assert [(group["weight_decay"], group["fqns"]) for group in found] == [(0.1, []), (0.0, [EMBEDDING])]
+    assert reshard("verify", tmp_path / "packed").code == 0
 
 
 @pytest.mark.parametrize("form", ["deepspeed", "universal", "pipeline"])
