@@ -80,8 +80,8 @@ def load_stages(
     Units: `nbytes` in bytes, `load_s` in seconds.
     Raises:
         InputError: a shard is missing or damaged, the stages have a tensor that the module lacks
-            (`model.missing-parameter`), the module has one that the stages lack (`model.unexpected-parameter`), or a
-            shape differs.
+            (`model.missing-parameter`), the module has one that the stages lack (`model.unexpected-parameter`) or ties
+            what they do not (`model.tied-parameter`), or a shape differs.
         UsageError: the layout has no such rank (`options.no-such-rank`), the manifest is not on this machine, or
             `name_of` and `adapter` are both given (`options.conflict`).
 
@@ -141,7 +141,7 @@ def _load_named(
     fqns = {name: name if name_of is None else name_of(name) for name in tensors}
     check_names(packed, stages, fqns)
     pieces = [piece_of(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
-    return load_tensors(_once(pieces), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
+    return load_tensors(_once(pieces, packed), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
 
 
 def _load_adapted(
@@ -212,11 +212,19 @@ def piece_of(fqn: str, tensor: torch.Tensor) -> Piece:
     return Piece(fqn=fqn, shape=tuple(tensor.shape), offset=local_offset(tensor), memory=memory)
 
 
-def _once(pieces: Sequence[Piece]) -> list[Piece]:
-    """Drop pieces whose memory is already filled under another name."""
-    return list(
-        {(piece.memory.data_ptr(), piece.offset, piece.memory.shape): piece for piece in reversed(pieces)}.values()
-    )
+def _once(pieces: Sequence[Piece], packed: Packed) -> list[Piece]:
+    """Drop pieces whose memory is already filled under another name of a tied weight."""
+    filled: dict[tuple[object, ...], Piece] = {}
+    for piece in pieces:
+        first = filled.setdefault((piece.memory.data_ptr(), piece.offset, piece.memory.shape), piece)
+        if first.fqn != piece.fqn and not any({first.fqn, piece.fqn} <= {*group} for group in packed.shape.ties):
+            raise ModelError(
+                packed.where,
+                f"the module has one parameter for {first.fqn} and {piece.fqn}, which are two weights here",
+                "build it from the packed config.json, whose weights are not tied",
+                code="model.tied-parameter",
+            )
+    return list(filled.values())
 
 
 def check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:

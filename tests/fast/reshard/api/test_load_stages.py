@@ -88,6 +88,21 @@ def test_whole_model_in_one_module_keeps_its_tie_and_its_dtype(tmp_path: Path) -
         assert torch.equal(parameter, expected[fqn].to(torch.bfloat16)), fqn
 
 
+def test_module_that_ties_what_the_packed_model_does_not_is_refused(model: Path, tmp_path: Path) -> None:
+    """One of the two weights would be lost."""
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    reshard.pack(model, tmp_path / "pp1", "pp=1")
+    with torch.device("meta"):
+        module = LlamaForCausalLM(AutoConfig.from_pretrained(model, tie_word_embeddings=True))
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    with pytest.raises(runner.InputError) as refused:
+        runner.load_stages(tmp_path / "pp1", 0, module)
+    assert refused.value.code == "model.tied-parameter"
+    assert EMBEDDING in refused.value.problem
+    assert HEAD in refused.value.problem
+
+
 def test_parameters_with_memory_are_filled_in_place(model: Path, packed: Path) -> None:
     stage = stage_of(model, packed, 0).to_empty(device="cpu")
     before = {name: parameter.data_ptr() for name, parameter in stage.named_parameters()}
