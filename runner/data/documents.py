@@ -117,7 +117,7 @@ class _Shuffled:
     ) -> Iterator[PlacedDocument]:
         places = range(position.offset, num_rows)
         order = (shuffled(place, num_rows, *key) for place in places)
-        for place, (row, value) in zip(places, read_group(file, self._fields, group, order), strict=True):
+        for place, (row, value) in zip(places, read_group(file, self._fields, group, num_rows, order), strict=True):
             document = row_document(file, self._fields, row, value)
             yield PlacedDocument(document=document, begin=_at(position, place), after=_at(position, place + 1))
 

@@ -33,17 +33,20 @@ def read_rows(file: Path, fields: Fields, begin: int) -> Iterator[Mapping[str, A
             row += len(rows)
 
 
-def read_group(file: Path, fields: Fields, group: int, order: Iterable[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Read a row group's values with their row numbers, in an order of their indices within the group.
+def read_group(
+    file: Path, fields: Fields, group: int, num_rows: int, order: Iterable[int]
+) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Read the values of a row group of `num_rows` with their row numbers, in an order of their indices within it.
 
     The whole group is in memory, as Arrow arrays.
     """
     first = sum(group_sizes(file)[:group])
     with _open(file, fields) as table:
         rows = table.read_row_group(group, columns=(columns := _columns(table, fields)))
-    if len(rows) != (num_rows := group_sizes(file)[group]):
+    if len(rows) != num_rows:
         problem = f"expected {num_rows} rows in row group {group} (footer), found {len(rows)}"
-        raise DataError(str(file), problem, code="data.not-parquet")
+        hint = "a file must stay as it is while a run reads it"
+        raise DataError(str(file), problem, hint, code="data.not-parquet")
     values = [rows.column(column) for column in columns]
     for place in order:
         yield first + place, {column: value[place] for column, value in zip(columns, values, strict=True)}

@@ -220,3 +220,20 @@ def test_parquet_whose_page_differs_from_its_checksum_is_refused(shuffle: bool, 
     with pytest.raises(InputError) as error:
         [text_of(placed.document) for placed in source.read(begin)]
     assert (error.value.code, error.value.where) == ("data.not-parquet", str(file))
+
+
+@pytest.mark.parametrize("group_size", [4, 8])
+def test_parquet_whose_row_groups_change_while_it_is_read_is_refused(
+    group_size: int, tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    file = tmp_path / "a.parquet"
+    table = pyarrow.table({"text": [f"number {number}" for number in range(24)]})
+    parquet.write_table(table, file, row_group_size=6)
+    (source,) = open_sources(DataOptions(sources=(str(file),), shuffle=True, seed=1))
+    begin = SourcePosition(epoch=0, item=0, offset=0)
+    assert len(list(source.read(begin))) == 6
+    parquet.write_table(table, file, row_group_size=group_size)
+    with pytest.raises(InputError) as error:
+        list(source.read(begin))
+    assert (error.value.code, error.value.where) == ("data.not-parquet", str(file))
+    wording(str(error.value))
