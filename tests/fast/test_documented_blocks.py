@@ -14,6 +14,7 @@ from manifests.models.catalogue import catalogued
 from manifests.models.trainable import is_generic
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
+from tests.builders import reshard as command
 from tests.pages import NOT_RUN, OUTPUT, PAGES, ROOT, RUN, SECTIONS_OF, blocks_of, missing_lines
 from tools.site import ROW, plain_pipes
 
@@ -124,6 +125,20 @@ def test_listing_of_a_packed_folder_is_what_pack_writes(tmp_path: Path) -> None:
     packed = tmp_path / "out"
     found = {path.relative_to(packed).as_posix() for path in packed.rglob("*") if path.is_file()}
     assert found == {*listed, "tokenizer.json", "generation_config.json"}
+
+
+@pytest.mark.parametrize(
+    ("first", "flags"),
+    [
+        ("LlamaForCausalLM, 80 layers", "--gpus 64 --gpu-memory 80GB --global-batch 512 --seq-len 4096"),
+        ("DOES NOT FIT", "--layout pp=8 --gpu-memory 80GB --dtype bf16"),
+    ],
+)
+def test_plans_of_large_models_are_what_the_page_on_layouts_shows(first: str, flags: str) -> None:
+    blocks = blocks_of((ROOT / "docs" / "layouts.md").read_text())
+    (shown,) = (block.text for block in blocks if block.named_in([first]))
+    done = command("plan", ROOT / "tests" / "data" / "configs" / "llama-3.1-70b.json", *flags.split())
+    assert [line for line in shown.splitlines() if "…" not in line and line not in done.out.splitlines()] == []
 
 
 # What the site changes in the pages of docs/.
