@@ -115,8 +115,8 @@ class TrainOptions:
     )  # fmt: skip
     host_memory: HostMemory | Literal["auto"] = flag(
         "--allocator", "host_memory", type=click.Choice(["auto", *get_args(HostMemory)]), default="auto",
-        help="On CPUs, reuse freed memory (fast), or return it to the system after every action, within 10% of the "
-        "plan (compact); auto: fast if its plan and a tenth fit into what is free.",
+        help="On CPUs, reuse freed memory (fast), or return it to the system after every action (compact); auto: fast "
+        "if its plan and a tenth fit into what is free.",
     )  # fmt: skip
     self_check: bool = flag(
         "--self-check/--no-self-check", default=True,
