@@ -26,16 +26,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
+from torch import distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models import ConfigReader
 from manifests.models.by_names import heads_width
-from manifests.models.catalogue import make_entry
+from manifests.models.catalogue import CatalogueEntry, make_entry
 from runner.models.generic import Generic
 from runner.models.routers import routers_of
 from runner.pipeline.chunk import StageChunk, cast
@@ -118,7 +122,7 @@ def describe_all(only: Iterable[str] = ()) -> tuple[dict[str, dict[str, Any]], d
             print(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:200]}", file=sys.stderr)
     trained = [make_entry(name, entry) for name, entry in found.items() if "refused" not in entry]
     for name, why in why_not_tensor_parallel(trained).items():
-        found[name] |= {"no_tp": why} if why else {}
+        found[name] |= {"no_tp": why} if why else left_whole(make_entry(name, found[name]))
     simple = [entry for entry in trained if not entry.hands_on_trees]
     for name in expert_parallel(simple):
         found[name]["distributes_experts"] = True
@@ -196,6 +200,26 @@ def kept_in_float32(model_class: type[PreTrainedModel], config: Any, entry: Mapp
     exact = {name: parameters[name] for name in parameters.keys() & set(family.float32_names(torch.bfloat16))}
     pieces = (piece for name, tensor in exact.items() for piece in family.pieces(name, tensor, (0,) * tensor.dim()))
     return sorted({_NUMBER.sub("*", layer.sub("", piece.fqn)) for piece in pieces})
+
+
+def left_whole(entry: CatalogueEntry) -> dict[str, Any]:
+    """Return the ends of names, from the layer's or an expert's on, of what every tensor-parallel rank has whole."""
+    config = tiny_config(getattr(transformers, entry.architecture))
+    family = Generic(entry, config.to_dict(), max_seq_len=1)
+    module, layer = family.build(family.modules), re.compile(rf"{re.escape(entry.layers)}\.\d+(.*\.\d+(?=\.))?")
+    names = {
+        name: {layer.sub("", piece.fqn) for piece in family.pieces(name, parameter, (0,) * parameter.dim())}
+        for name, parameter in module.named_parameters()
+        if parameter.dim() > 1
+    }
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        family.shard(module, init_device_mesh("cpu", (2,)))
+    finally:
+        dist.destroy_process_group()
+    shared = [name for name, parameter in module.named_parameters() if name in names and isinstance(parameter, DTensor)]
+    whole = set().union(*names.values()).difference(*(names[name] for name in shared))
+    return {"whole": sorted(whole)} if whole else {}
 
 
 def balanced_by(model_class: type[PreTrainedModel], config: Any, entry: Mapping[str, Any]) -> dict[str, Any]:

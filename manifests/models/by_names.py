@@ -90,6 +90,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         ignored_suffixes=tuple(f".{leaf}" for leaf in ignored),
         untrained_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.buffers),
         float32_suffixes=tuple(leaf.rpartition("*")[2] for leaf in entry.float32),
+        whole_suffixes=entry.whole,
         hands_on_float32=bool(config.config.get("residual_in_fp32", entry.residual_in_fp32)),
         optional=frozenset((*names[num_layers:], *spare)),
         work=_work(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
@@ -308,15 +309,17 @@ def _work(
     for number, (name, layer) in enumerate(layers.items()):
         kind = kinds[number] if number < len(kinds) else -1
         per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
-        flops, saved, given = 0.0, 0.0, 0.0
+        flops, saved, given, whole = 0.0, 0.0, 0.0, 0.0
         for leaf, dims in layer.shapes.items():
             if len(dims) >= 2 and leaf not in COPIES:
                 share = _share(leaf, dims, layer, per_token)
                 flops += 2 * share * prod(dims)
                 copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
+                whole += copies * sum(dims[-2:]) if f".{leaf}".endswith(entry.whole) else 0
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        norms = {"saved_fp32": 2 * width, "normed": 2 * width, "whole": 4 * width, "whole_fp32": 2 * width}
+        norms = {"saved_fp32": 2 * width, "normed": 2 * width, "whole_fp32": 2 * width}
+        norms["whole"] = 4 * width + round(whole)
         work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), **norms)
         if keyed and entry.keeps_scores:
             work[name] += Work(softmaxes=next((config.count(field) for field in _HEADS if config.has(field)), 0))

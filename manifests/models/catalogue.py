@@ -96,6 +96,7 @@ class CatalogueEntry:
     reshapes: bool = False  # whether the hidden state of layers has another shape than (B, L, D)
     refused: str = ""  # why stages on transformers' own forward are not known to compute what the whole model does
     no_tp: str = ""  # why its matrices are not sharded over tensor-parallel ranks
+    whole: tuple[str, ...] = ()  # ends of names of matrices that each of these ranks has whole
     distributes_experts: bool = False  # whether transformers' plan distributes them over ranks
     no_cp: bool = False  # whether ranks with a part of each row do not compute what one process does
     aux_loss: bool = False  # whether transformers' forward adds the load-balancing loss of its routers' logits

@@ -255,11 +255,11 @@ def _with_adapters(cost: _Cost, sums: int, inputs: int, training: Training) -> _
     The backward also has the gradient of one of the two tensors of sums, when it may be done with the other.
     """
     is_recomputed = cost.recomputed > 0
-    kept = sums * (not is_recomputed or training.recompute == "selective") + inputs * (not is_recomputed)
+    saved = sums * (not is_recomputed or training.recompute == "selective") + inputs * (not is_recomputed)
     return replace(
         cost,
-        activations=cost.activations + kept,
-        recomputed=cost.recomputed + sums + inputs - kept,
+        activations=cost.activations + saved,
+        recomputed=cost.recomputed + sums + inputs - saved,
         temporary=cost.temporary + sums // 2,
     )
 

@@ -27,7 +27,7 @@ def sizes_of(shape: ModelShape, training: Training) -> dict[str, dict[str, int]]
 
 def is_divided(fqn: str, shape: ModelShape) -> bool:
     """Return whether tensor-parallel ranks share a tensor."""
-    return len(shape.tensors[fqn]) > 1 and not fqn.endswith(_WHOLE)
+    return len(shape.tensors[fqn]) > 1 and not fqn.endswith(_WHOLE) and not fqn.endswith(shape.whole_suffixes)
 
 
 def shards_of(fqn: str, training: Training) -> int:

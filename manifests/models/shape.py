@@ -82,6 +82,7 @@ class ModelShape:
     untrained_suffixes: tuple[str, ...] = ()  # tensors that are not parameters: buffers and scales
     packed_suffixes: tuple[str, ...] = ()  # tensors with two parameters in each element
     float32_suffixes: tuple[str, ...] = ()  # parameters that are float32 in a model of any dtype
+    whole_suffixes: tuple[str, ...] = ()  # matrices that every tensor-parallel rank has whole
     hands_on_float32: bool = False  # whether hidden states between layers are float32 whatever the compute dtype
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
