@@ -226,10 +226,13 @@ class _Skipped(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         for argument in (*args, *kwargs.values()):
-            if isinstance(argument, torch.Tensor) and self._width and argument.shape[-1] != self._width:
-                rows = argument.shape[:-1] if argument.is_floating_point() else argument.shape
+            if not isinstance(argument, torch.Tensor):
+                continue
+            is_tokens = not argument.is_floating_point()  # perhaps as many as the module is wide
+            if self._width and (is_tokens or argument.shape[-1] != self._width):
+                rows = argument.shape if is_tokens else argument.shape[:-1]
                 return torch.zeros(*rows, self._width, dtype=self.dtype, device=argument.device)
-            if isinstance(argument, torch.Tensor) and argument.is_floating_point() and argument.dim() > 2:
+            if not is_tokens and argument.dim() > 2:
                 return argument
         return torch.zeros(())
 

@@ -11,7 +11,9 @@ import torch
 
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks
+from runner.proof.stages import build_filled, tiny_of
 from tests.fast.manifests.models.built import read_config
+from tests.fast.manifests.models.catalogued import config_of
 from tests.fast.runner.models.decoders import Variant, fill_pieces, save_decoder, variant_ids
 from tests.fast.runner.models.titans import forward, load
 from tests.fast.runner.tiny import split_evenly
@@ -73,3 +75,19 @@ def test_padding_goes_up_to_where_frequencies_change() -> None:
 
 def family_of(name: str, changes: dict[str, Any]) -> Any:
     return family_for(read_config(name, **changes), max_seq_len=MOST)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma4ForCausalLM", "DeepseekV4ForCausalLM"])
+@torch.no_grad()
+def test_rows_may_have_as_many_tokens_as_an_embedding_is_wide(architecture: str) -> None:
+    """Where stages make up embeddings, as those that hand on trees do."""
+    config = {**config_of(architecture).to_dict(), "architectures": [architecture]}
+    family = tiny_of(family_for(config, max_seq_len=1))
+    whole = family.whole()
+    chunks = build_filled(family, whole, split_evenly(family.modules, 2), is_training=False)
+    tokens = torch.randint(2, 90, (1, family.hidden_size), generator=torch.Generator().manual_seed(5))
+    crossing = tokens
+    for chunk in chunks:
+        chunk.io = None
+        crossing = chunk(crossing)
+    assert torch.equal(crossing, whole.eval()(tokens)[0])
