@@ -322,7 +322,7 @@ def _resume_optimizer(
             check_equal(ties, of=partial(optimizer.tied_state, kind=kind))
     num_ranks = mesh.degrees.world_size
     with raise_on_all_ranks("load"):
-        is_restored = restore_rng(training.random, mesh.rank, num_ranks, device)
+        is_restored = restore_rng(training.random, mesh.rank, num_ranks, device, mesh.degrees.tensor)
     if is_restored:
         return start
     ranks = f"{num_ranks} {device.type.upper()} {'rank' if num_ranks == 1 else 'ranks'}"

@@ -26,13 +26,19 @@ def rng_state(rank: int, device: torch.device) -> RandomState:
     return RandomState(rank=rank, generator=device.type, state=text)
 
 
-def restore_rng(states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device) -> bool:
-    """Restore the RNG state of a run that had as many ranks on the same kind of device; False: another run."""
+def restore_rng(
+    states: Sequence[RandomState], rank: int, num_ranks: int, device: torch.device, num_alike: int = 1
+) -> bool:
+    """Restore the RNG state of a run that had as many ranks on the same kind of device; False: another run.
+
+    So many consecutive ranks draw alike, whatever degrees that run had: they get the state of the first of them.
+    """
     mine = {state.rank: state.state for state in states if state.generator == device.type}
     if sorted(mine) != list(range(num_ranks)):
         return False
     try:
-        state = torch.frombuffer(bytearray(base64.b64decode(mine[rank], validate=True)), dtype=torch.uint8)
+        stored = mine[rank - rank % num_alike]
+        state = torch.frombuffer(bytearray(base64.b64decode(stored, validate=True)), dtype=torch.uint8)
         if device.type == "cuda":
             torch.cuda.set_rng_state(state, device)
         else:

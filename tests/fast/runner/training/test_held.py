@@ -136,6 +136,10 @@ def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
     other = RandomState(rank=0, generator="cpu", state=state.state)
     assert restore_rng((other, state), 1, 2, CPU)
     assert torch.rand(4).equal(expected)
+    torch.rand(4)
+    later = rng_state(1, CPU)
+    assert restore_rng((other, later), 1, 2, CPU, num_alike=2)  # tensor-parallel ranks, which the run had not
+    assert torch.rand(4).equal(expected)
     now = torch.get_rng_state()
     assert not restore_rng((state,), 1, 2, CPU)
     assert not restore_rng((other, state), 0, 1, CPU)
