@@ -18,7 +18,7 @@ from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 
-_PER_TOKEN = (
+PER_TOKEN = (  # how configs name the number of experts of a token
     "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
 )  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
@@ -298,7 +298,7 @@ def _work(
     tensors: Mapping[str, Shape],
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
-    per_token = 0 if entry.all_experts else next((config.count(name) for name in _PER_TOKEN if config.has(name)), 0)
+    per_token = 0 if entry.all_experts else next((config.count(name) for name in PER_TOKEN if config.has(name)), 0)
     width = _count(config, entry.width)
     for module in entry.outputs:
         sizes = [dims for name, dims in tensors.items() if len(dims) == 2 and f"{name}.".startswith(f"{module}.")]

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from manifests.errors import UserError
+from manifests.models.combinations import why_not_proven
 from manifests.models.memory import estimate_memory
 from manifests.models.training import Recompute
 from manifests.schedules.actions import Table
 from reshard.estimate.assumptions import MOST_PASSES, Assumptions, check_assumptions, num_passes
 from reshard.estimate.training_estimate import training_of
+from reshard.formats.open import config_of
 from reshard.layouts.model import StageLayout
 from reshard.layouts.spelling import parse_layout
 from reshard.packing.launchable import check_launch
@@ -117,14 +119,15 @@ def _layout(planned: PlanResult, num_pipeline: int) -> StageLayout | None:
 
 
 def _is_accepted(planned: PlanResult, layout: StageLayout, assumed: Assumptions) -> bool:
-    """Whether a plan of these degrees is not refused, nor a launch of it."""
+    """Whether a plan of these degrees is not refused, nor a launch of it, nor by the proof before step 1."""
     try:
         check_assumptions(assumed)
         forecast = replace(planned.forecast, assumed=assumed, schedule=assumed.schedule_for(layout))
         check_launch(planned.checkpoint, layout, forecast)
     except UserError:
         return False
-    return True
+    training = training_of(assumed, planned.shape)
+    return not why_not_proven(planned.shape.architecture, config_of(planned.checkpoint), training)
 
 
 def _table(layout: StageLayout, assumed: Assumptions) -> Table | None:

@@ -246,6 +246,13 @@ def test_where_nothing_fits_the_headline_has_the_largest_degrees_that_were_tried
     assert reshard(*asked, "--layout", "pp=4", "--json").json["smallest_fit"] is None
 
 
+def test_the_headline_names_no_tensor_parallelism_that_the_proof_before_step_1_refuses(tmp_path: Path) -> None:
+    config = json.loads((TRUE / "llama-3.1-8b.json").read_text()) | {"attention_dropout": 0.1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = ("plan", tmp_path / "config.json", "--layout", "pp=4", "--gpu-memory", "20MB")
+    assert reshard(*asked).out.splitlines()[2].endswith("up to pp=32, dp-shard=32, ac=full")
+
+
 @pytest.mark.parametrize("given", [(), ("--ac", "full"), ("--tp", "2"), ("--dp-shard", "4", "--ac", "full")])
 def test_smallest_change_that_fits_is_the_headline_and_fits(given: tuple[str, ...]) -> None:
     asked = ("plan", TRUE / "llama-3.1-8b.json", "--dtype", "bf16", "--master-dtype", "fp32", "--gpu-memory", "20GB",
