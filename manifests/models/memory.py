@@ -13,7 +13,8 @@ A backward in two parts frees nothing in the first, I: until the second, W, ther
 recomputed, and the gradients of what every weight gives. Only the loss is done. Of the first stage, W does it all.
 
 A frozen parameter has its weight alone, in the dtype of computation. Its activations are counted as if it were trained.
-If files have it in another dtype, that is what FSDP gathers from, and otherwise there is a copy in host memory.
+If files have it in another dtype, that is what FSDP gathers from, and otherwise there is a copy: in host memory, but
+for the parts of tensor- and expert-parallel ranks.
 Experts with adapters are added to the products of these in each forward, and their sums kept like its activations.
 With dropout, each adapter of another module keeps an input of its own, and a mask: on GPUs of a byte for each element.
 
@@ -42,7 +43,7 @@ from manifests.brief import brief
 from manifests.models import ModelShape, Work, module_of
 from manifests.models.adapters import kept_for_adapters
 from manifests.models.mtp import count_borrowed, layer_number, work_where_kept
-from manifests.models.parts import shards_of, sizes_of
+from manifests.models.parts import is_shared, shards_of, sizes_of
 from manifests.models.training import FP32_NBYTES, POLICIES, Training, masked_elements, scores_nbytes
 from manifests.placement import Placement
 from manifests.schedules.actions import Table, actions_of
@@ -360,8 +361,9 @@ def _state_nbytes(
                 state[shards] += times * round(count * (training.state_of(fqn) + average))
             elif training.is_sharded:
                 optimizer += times * (count * (training.frozen_nbytes or policy.compute) // shards)  # gathered from
-            elif not training.is_fused and training.frozen_nbytes not in (None, policy.compute):
-                optimizer += times * count * training.frozen_nbytes
+            elif training.frozen_nbytes not in (None, policy.compute):
+                is_here = not training.is_fused or is_shared(fqn, shape, training)
+                optimizer += times * count * training.frozen_nbytes * is_here
         if training.is_sharded:  # see Note [Memory of a rank]
             gradients += num_params * policy.reduce
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())

@@ -30,6 +30,11 @@ def is_divided(fqn: str, shape: ModelShape) -> bool:
     return len(shape.tensors[fqn]) > 1 and not fqn.endswith(_WHOLE) and not fqn.endswith(shape.whole_suffixes)
 
 
+def is_shared(fqn: str, shape: ModelShape, training: Training) -> bool:
+    """Return whether a rank has a part of a tensor, or of a layer's experts."""
+    return _is_distributed(fqn, training) or (training.tensor > 1 and is_divided(fqn, shape))
+
+
 def shards_of(fqn: str, training: Training) -> int:
     """Return the number of ranks over which FSDP shards what a rank has of a tensor."""
     return training.expert_shard if _is_distributed(fqn, training) else training.shard

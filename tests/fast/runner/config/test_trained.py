@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from manifests.errors import UserError
 from manifests.models import model_shape
@@ -21,6 +24,8 @@ from runner.config.flags import parse_training
 from runner.config.memory import planned_memory
 from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import check_trained, trained_by, trained_params
+from runner.tensors.dtensor import local_of
+from runner.training.mixed_precision import keep_as_stored, master_of
 from tests.fast.manifests.models.built import read_config
 
 SHAPE = model_shape(read_config("tiny-llama"))
@@ -156,3 +161,22 @@ def test_frozen_weights_are_planned_as_files_have_them(
     plan = partial(planned_memory, SHAPE, [SHAPE.modules], table, options, degrees, host_memory=host_memory)
     before, after = (plan(config=config).stages[0].optimizer for config in (None, {"dtype": stored}))
     assert after - before == nbytes * (SHAPE.num_params - SHAPE.count_params("lm_head.weight"))
+
+
+@pytest.mark.usefixtures("two_ranks")
+def test_frozen_parts_of_tensor_parallel_ranks_are_planned_as_files_have_them_on_their_device() -> None:
+    table = schedule_table("1F1B", Placement(num_stages=1, num_ranks=1, style="loop"), 1)
+    options, degrees = parse_training([*BASE, "--train-only", "norm"]), ParallelDims(pipeline=1, tensor=2)
+    before, after = (
+        planned_memory(SHAPE, [SHAPE.modules], table, options, degrees, config=config).stages[0].optimizer
+        for config in (None, {"dtype": "bfloat16"})
+    )
+    matrix = torch.nn.Linear(4, 4, bias=False, device="meta").requires_grad_(False)
+    matrix.weight = torch.nn.Parameter(
+        distribute_tensor(matrix.weight, init_device_mesh("cpu", (2,)), [Shard(0)]), False
+    )
+    keep_as_stored(matrix, {"weight": torch.bfloat16})
+    master = local_of(master_of(matrix.weight))
+    assert (master.dtype, master.device, master.numel()) == (torch.bfloat16, matrix.weight.device, 8)
+    matrices = (SHAPE.count_params(fqn) for fqn, dims in SHAPE.tensors.items() if len(dims) > 1)
+    assert after - before == 2 * sum(matrices) // 2
