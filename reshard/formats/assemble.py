@@ -196,7 +196,7 @@ def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[
     alike: dict[ParameterGroup, set[str]] = {}
     for options, fqns in groups:
         alike.setdefault(options, set()).update(fqns)
-    most, *others = sorted(alike, key=lambda options: -options.weight_decay)
+    most, *others = sorted(filter(alike.get, alike), key=lambda options: -options.weight_decay)  # those of some
     return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
 
 

@@ -136,8 +136,9 @@ def training_state(
         raise bad_optimizer(where, f"found no {_COUNTS[0]}, and its optimizer does not count steps")
     counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
     tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
-    fqns = {name: tuple(fqns_of(name, tensor)) for of in optimizer.moments.values() for name, tensor in of.items()}
-    dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names if fqn in weights}
+    items = (item for of_kind in optimizer.moments.values() for item in of_kind.items())
+    fqns = {name: [fqn for fqn in fqns_of(name, tensor) if fqn in weights] for name, tensor in items}  # not dropped
+    dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names}
     state = TrainingState(
         step=num_steps,
         num_tokens=tokens * num_replicas,

@@ -63,7 +63,9 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     if saved.moments and OPTIMIZER not in options.drop:
         for kind, parameters in saved.moments.items():
             moments[kind] = model.cover_state(kind, _named(saved, parameters, fqns, model.shape))
-        trained, unread = training_state(step, saved, {name: model.fqn_of(fqns[name]) for name in saved.weights})
+        named = {name: model.fqn_of(fqns[name]) for name in saved.weights}
+        here = {name: fqn for name, fqn in named.items() if fqn in model.weights}  # not dropped
+        trained, unread = training_state(step, saved, here)
     files = [step.path(name) for name in saved.files]
     left_out = (*_left_out(step, set(files), is_trained=trained is not None), *unread, *copies)
     checkpoint = model.checkpoint(step.root, files, _auxiliary(step, set(files)), left_out)

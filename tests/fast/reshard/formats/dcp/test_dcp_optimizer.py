@@ -204,6 +204,20 @@ def test_state_of_a_tied_weight_is_its_owners_under_whichever_name_each_is_saved
     assert [key for key, value in wanted.items() if not is_same(value, loaded["optimizer"][key])] == []
 
 
+def test_parameter_that_is_dropped_is_in_no_group(tmp_path: Path) -> None:
+    model = new_model(0)
+    optimizer = two_groups(model)
+    train(model, optimizer, 0)
+    saved, norm = flattened(model, optimizer), "model.norm.weight"
+    for state in saved.values():
+        state |= {key.replace(norm, "value.bias"): value for key, value in state.items() if norm in key}
+    drop = ("--layout", "pp=2", "--drop", "value", "--out", tmp_path / "packed")
+    run("pack", save(tmp_path / "step-2", "llama", saved), *drop)
+    groups = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
+    assert groups[1]["fqns"] == sorted(name for name, one in model.named_parameters() if one.dim() == 1)
+    run("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "megatron")  # whose groups are by shape
+
+
 def is_same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 

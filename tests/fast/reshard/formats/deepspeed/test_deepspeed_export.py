@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +111,34 @@ def test_optimizer_state_survives_the_way_through_a_universal_checkpoint(
     assert kinds == {"fp32.pt"}
 
 
+def groups_of(step: Path, bare: str, out: Path, *flags: str) -> list[tuple[float, list[str]]]:
+    """Give a parameter of a Universal Checkpoint a group without weight decay; return the groups of its pack."""
+    others = [path.name for path in (step / "zero").iterdir() if path.is_dir() and path.name != bare]
+    shapes = [dict.fromkeys(names, 0) for names in (others, [bare])]
+    change(step / MODEL_STATES, lambda state: {**state, "param_shapes": shapes})
+    group = loaded(step / STATE)["param_groups"][0]
+    groups = [{**group, "weight_decay": decay} for decay in (0.1, 0.0)]
+    change(step / STATE, lambda state: {**state, "param_groups": groups})
+    run("pack", step.parent, "--layout", "pp=2", *flags, "--out", out)
+    assert reshard("verify", out).code == 0
+    found = json.loads((out / "manifest.json").read_text())["training"]["optimizer"]["groups"]
+    return [(group["weight_decay"], group["fqns"]) for group in found]
+
+
 def test_tied_weight_that_is_saved_as_the_head_is_in_the_group_of_its_owner(tmp_path: Path) -> None:
     trained, *_ = write_trained_head(tmp_path)
     run("export", trained, "--to", "universal", "--out", tmp_path / "out")
     (step,) = (tmp_path / "out").glob("global_step*")
     (step / "zero" / EMBEDDING).rename(step / "zero" / HEAD)
-    others = [path.name for path in (step / "zero").iterdir() if path.is_dir() and path.name != HEAD]
-    shapes = [dict.fromkeys(names, 0) for names in (others, [HEAD])]
-    change(step / MODEL_STATES, lambda state: {**state, "param_shapes": shapes})
-    group = loaded(step / STATE)["param_groups"][0]
-    groups = [{**group, "weight_decay": decay} for decay in (0.1, 0.0)]
-    change(step / STATE, lambda state: {**state, "param_groups": groups})
-    pack(tmp_path / "out", tmp_path / "packed")
-    found = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
-    assert [(group["weight_decay"], group["fqns"]) for group in found] == [(0.1, []), (0.0, [EMBEDDING])]
-    assert reshard("verify", tmp_path / "packed").code == 0
+    assert groups_of(step, HEAD, tmp_path / "packed") == [(0.1, []), (0.0, [EMBEDDING])]
+
+
+def test_parameter_that_is_dropped_is_in_no_group(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=2")
+    run("export", trained, "--to", "universal", "--out", tmp_path / "out")
+    (step,) = (tmp_path / "out").glob("global_step*")
+    shutil.copytree(step / "zero" / "model.norm.weight", step / "zero" / "value.bias")
+    assert groups_of(step, "value.bias", tmp_path / "packed", "--drop", "value") == [(0.1, [])]
 
 
 @pytest.mark.parametrize("form", ["deepspeed", "universal", "pipeline"])
