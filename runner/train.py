@@ -21,7 +21,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import InFlight, ReportT, Saver
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
-from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note
+from runner.checkpoint.outputs import check_apart, check_outputs, check_space, may_replace, replaced_note
 from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import Origin, find_origins
@@ -48,7 +48,16 @@ from runner.preflight.combinations import check_sinks, schedule_of, sharing_rank
 from runner.preflight.preflight import check_evaluable, check_texts
 from runner.profiling.trace import memory_snapshot
 from runner.rundir.exit_report import set_rank_label, stages_of
-from runner.rundir.records import STATE_NAME, RunState, clear_beats, clear_state, note_resolved, run_id, write_state
+from runner.rundir.records import (
+    STATE_NAME,
+    RunState,
+    clear_beats,
+    clear_state,
+    note_resolved,
+    note_saved,
+    run_id,
+    write_state,
+)
 from runner.setup import Ready, begin
 from runner.steps import evaluate, train_steps
 from runner.tensors.local_shard import FLAG_DTYPES
@@ -165,6 +174,8 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         failure = _finish(saver, metrics.checkpoint)
         if options.save is not None:
             _save_weights(ready, trained, options.save, saving)
+            if world.rank == 0:
+                note_saved(options.log_dir, options.save)
             metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
         failure = _finish(publisher, metrics.published) or failure
         if options.eval_data is not None:
@@ -263,9 +274,9 @@ def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallT
     weights, context = ready.whole_weights()
     family = ready.chunks[0].family
     if isinstance(family, OnTransformers) and family.adapters is not None:
-        save_peft(weights, family.adapters, context.adapters, out, force=ready.options.force)
+        save_peft(weights, family.adapters, context.adapters, out, force=may_replace(ready.options))
         return
-    save(weights, context, out, weights_only, force=ready.options.force, timer=timer)
+    save(weights, context, out, weights_only, force=may_replace(ready.options), timer=timer)
 
 
 def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watchdog:

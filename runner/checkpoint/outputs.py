@@ -11,6 +11,7 @@ from manifests.errors import InputError, UsageError, system_errors
 from runner.checkpoint.adapter_record import files_of_peft
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions
+from runner.rundir.records import has_saved
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
 from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
@@ -28,10 +29,10 @@ def check_outputs(options: TrainOptions) -> None:
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
     if options.save is not None:
-        if options.force:
+        if is_forced := may_replace(options):
             check_not_a_step(options.save)
         find_owned = files_of_manifest if options.lora is None else files_of_peft
-        check_target(options.save, options.force, find_owned)
+        check_target(options.save, is_forced, find_owned)
         check_partial(options.save, find_owned)
         is_replaced = options.save.is_dir() and any(options.save.iterdir())
         where = f"--save {options.save}"
@@ -40,6 +41,11 @@ def check_outputs(options: TrainOptions) -> None:
     if metrics.exists():
         with system_errors(metrics, "cannot be written", code="output.unwritable"):
             open(metrics, "ab").close()
+
+
+def may_replace(options: TrainOptions) -> bool:
+    """Whether `--save` may replace a folder: with `--force`, or the one that the run wrote before it was restarted."""
+    return options.force or (options.save is not None and has_saved(options.log_dir, options.save))
 
 
 def replaced_note(save: Path) -> str | None:

@@ -33,7 +33,7 @@ _BEATS = "heartbeat"
 _MOST_S = 1e12  # since the epoch
 _MOST_DIGITS = 20  # of a process id
 _PACKAGES = ("reshard", "torch", "transformers")
-# A run as JSON: `id`, `began`, `name`, `manifest`, `checkpoint`, `versions`, and `launches`, one for each start.
+# A run as JSON: `id`, `began`, `name`, `checkpoint`, `saved`, and `launches`, one for each start.
 Run = Mapping[str, Any]
 Scheduler = Literal["local", "slurm", "jobset"]
 SCHEDULERS: tuple[Scheduler, ...] = get_args(Scheduler)
@@ -84,6 +84,26 @@ def note_resolved(log_dir: Path, resolved: Mapping[str, Any]) -> None:
     run["launches"][-1]["resolved"] = dict(resolved)
     with contextlib.suppress(OSError):  # training does not depend on it
         write_run_record(log_dir, run)
+
+
+def note_saved(log_dir: Path, out: Path) -> None:
+    """Add to a run's record which folder it has written at the `out` of --save, for `has_saved`."""
+    run = read_run_record(log_dir)
+    if run is not None:
+        with contextlib.suppress(OSError):  # as above
+            write_run_record(log_dir, {**run, "saved": _identity_of(out)})
+
+
+def has_saved(log_dir: Path, out: Path) -> bool:
+    """Whether the folder at `out` is the one that this run has written there, and has the same files."""
+    with contextlib.suppress(OSError):
+        return (read_run_record(log_dir) or {}).get("saved") == _identity_of(out)
+    return False
+
+
+def _identity_of(folder: Path) -> str:
+    status = os.stat(folder)
+    return f"{status.st_ino} {status.st_mtime_ns}"
 
 
 def config_of(run: Run | None) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from stores.open import open_manifest
 from tests.builders import flip, pack, reshard
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.tiny import save_model
+from tests.process.local_jobs import forked_runner
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import started
 
@@ -117,6 +118,24 @@ def test_weights_are_saved_although_the_evaluation_fails(packed: Path, tmp_path:
     code, codes = train(packed, tmp_path, "--eval-data", text)
     assert (code, codes) == (3, ["data.not-json"])
     assert reshard("verify", tmp_path / "trained").code == 0
+
+
+def test_run_that_is_started_again_replaces_the_weights_that_it_has_saved_and_no_others(
+    packed: Path, tmp_path: Path
+) -> None:
+    text, trained, history = tmp_path / "text.jsonl", tmp_path / "trained", tmp_path / "history"
+    own = ("--log-dir", tmp_path / "log", "--save", trained, "--checkpoint", history, "--resume", "auto")
+    sizes = ("--data", "synthetic", "--seq-len", "16", "--steps", "1", "--no-self-check")
+    write_documents(text, [[1, 2, 3]])
+    whole = text.read_text()
+    text.write_text(whole + "\nno JSON\n")
+    ends = []
+    for change in (lambda: None, lambda: text.write_text(whole), (trained / "notes").touch):
+        change()
+        run = forked_runner("launch", packed, "--", *sizes, *own, "--eval-data", text)
+        ends.append((run.returncode, re.findall(r"^error: .*\[([\w.-]+)\]$", run.stderr, re.MULTILINE)))
+    assert ends == [(3, ["data.not-json"]), (0, []), (3, ["output.exists"])]
+    assert reshard("verify", trained).code == 0
 
 
 def test_weights_are_saved_and_evaluated_although_the_last_checkpoint_fails(packed: Path, tmp_path: Path) -> None:
