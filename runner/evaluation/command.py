@@ -25,6 +25,7 @@ from stores.folders.probe import check_new_file, check_stdout
 from stores.open import open_manifest
 
 _ARGS = "runner.args"
+_NEGATED = frozenset(flag for parameter in PARAMETERS for flag in parameter.secondary_opts)
 
 
 class _Verb(click.Command):
@@ -134,7 +135,7 @@ def evaluate(
     for name, value in {"out": out, **options}.items():
         word = name.replace("_", "-")
         if isinstance(value, bool):
-            words += [f"--{word}" if value else f"--no-{word}"]
+            words += [f"--{word}"] if value else [f"--no-{word}"] if f"--no-{word}" in _NEGATED else []
         else:
             words += [] if value is None else [f"--{word}", str(value)]
     command = module_command("runner.cli", "eval", *words, *flags, "--quiet", "--json")

@@ -122,7 +122,10 @@ def test_nodes_that_would_evaluate_other_things_are_refused(other: str, place: P
     assert error["code"] == code
 
 
-def test_errors_of_an_evaluation_have_the_codes_that_the_command_prints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"seq_len": 16}, {"force": False, "tokenized": False, "self_check": False}])
+def test_errors_of_an_evaluation_have_the_codes_that_the_command_prints(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
     with pytest.raises(runner.UserError) as caught:
-        runner.evaluate(tmp_path / "none", "text.jsonl", seq_len=16)
+        runner.evaluate(tmp_path / "none", "text.jsonl", **options)
     assert caught.value.code == "manifest.no-such-folder"
