@@ -45,7 +45,7 @@ def output_address(out: object) -> str | Path:
     return path if is_url(path) else Path(path)
 
 
-def check_local(where: str, path: str | Path) -> None:
+def check_local(where: str | Parameter, path: str | Path) -> None:
     """Refuse an address where a folder of this machine is written, which would get its name."""
     if is_url(path):
         hint = "name a folder; reshard pack FOLDER --out ADDRESS copies a checkpoint from there"

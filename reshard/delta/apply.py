@@ -40,7 +40,7 @@ from reshard.plans.pack_plan import OutputShard, lay_out_root, lay_out_shard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
 from reshard.tensors.comparison import are_of_one_kind
 from reshard.tensors.lazy import stored_nbytes
-from stores.address import is_inside, place_of
+from stores.address import check_local, is_inside, place_of
 from stores.base import read_whole
 from stores.bundles import TensorAt
 from stores.folders.publish import writing_to
@@ -98,7 +98,7 @@ def apply_delta(
         SourceError: the folder has none of the chain's states (`source.other-base`), or the chain is damaged.
         ShardError: a tensor of the folder is damaged.
         OutputError: there is no space for the shards that change, or the folder has other files.
-        UsageError: the folder is inside the chain.
+        UsageError: the folder is inside the chain, or an address (`options.invalid-value`).
         LaunchError: another process applies to this folder.
 
     Example:
@@ -106,6 +106,7 @@ def apply_delta(
         (1, 1)
     """
     check_packages()
+    check_local(Parameter("to"), to)
     if is_inside(place_of(to), place_of(chain)):
         problem = f"overlaps the chain: {to} is inside {chain}"
         raise UsageError(Parameter("to"), problem, "choose a folder beside it", code="output.overlaps-source")

@@ -514,6 +514,14 @@ def test_folder_of_a_model_does_not_become_a_chain(chain: Path, tmp_path: Path) 
     run("delta", "publish", tmp_path / "v2", "--chain", chain)
 
 
+def test_address_is_no_folder_to_apply_to(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    refused = refusal("delta", "apply", chain, "--to", "s3://bucket/served")
+    assert refused.found == (2, "options.invalid-value", "--to")
+    assert list(Path.cwd().iterdir()) == []
+
+
 @pytest.mark.parametrize("number", [1, 2])
 def test_version_in_a_chain_is_not_applied_to(chain: Path, number: int, tmp_path: Path) -> None:
     before = files_in(chain)
