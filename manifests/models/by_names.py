@@ -12,7 +12,7 @@ from math import prod
 
 from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
-from manifests.models.components import SOFTCAPPING, mtp_parts
+from manifests.models.components import SOFTCAPPING, mtp_parts, norms_of
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
@@ -318,9 +318,9 @@ def _work(
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
                 whole += copies * sum(dims[-2:]) if f".{leaf}".endswith(entry.whole) else 0
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        norms = {"saved_fp32": 2 * width, "normed": 2 * width, "whole_fp32": 2 * width}
-        norms["whole"] = 4 * width + round(whole)
-        work[name] = Work(flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), **norms)
+        work[name] = norms_of(layer.shapes, width) + Work(
+            flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), whole=round(whole)
+        )
         if keyed and entry.keeps_scores:
             work[name] += Work(softmaxes=next((config.count(field) for field in _HEADS if config.has(field)), 0))
         if PROJECTION in layer.shapes:

@@ -55,6 +55,33 @@ def scaled_in_float32(shape: ModelShape) -> ModelShape:
     return replace(shape, work={module: scaled(work) for module, work in shape.work.items()})
 
 
+def norms_of(shapes: Mapping[str, Shape], width: int) -> Work:
+    """Return what the norms of a layer with these tensors keep; layer norms, which have a bias, are one operation.
+
+    At least two RMS norms are counted, whose results are among the inputs of matrices, and make up for what these
+    leave out.
+    """
+    saved, exact, normed = 0, 0, 0
+    for leaf, dims in shapes.items():
+        name = leaf.removesuffix(".weight")
+        parent, _, last = name.rpartition(".")
+        if len(dims) != 1 or name == leaf or "norm" not in last:
+            continue
+        (size,) = dims
+        rows, *_ = shapes.get(f"{parent}.{last[0]}_proj.weight", dims)
+        elements = size if rows % size else rows  # of each head, if it is of queries or keys
+        saved, normed = saved + elements, normed + width * (size == width)
+        exact += 0 if f"{name}.bias" in shapes else elements
+    normed = max(normed, 2 * width)
+    return Work(
+        saved=max(0, saved - 2 * width),
+        saved_fp32=max(exact, 2 * width),
+        normed=normed,
+        whole=2 * normed,
+        whole_fp32=min(normed, max(exact, 2 * width)),
+    )
+
+
 def layer_norm(width: int, *, weight: bool = True, bias: bool = True) -> Component:
     """Layer norm, in transformers one operation. Kept: its input, two statistics, and its output."""
     tensors: dict[str, Shape] = {"weight": (width,)} if weight else {}

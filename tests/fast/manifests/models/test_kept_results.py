@@ -1,4 +1,4 @@
-"""What autograd keeps of functions that a config chooses: activations of MLPs, and capped logits."""
+"""What autograd keeps of functions that a config chooses, of MLPs and on logits, and of norms by their names."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 
 from manifests.models import model_shape
 from tests.fast.manifests.models.built import build, read_config
-from tests.fast.manifests.models.catalogued import stored_by
+from tests.fast.manifests.models.catalogued import config_of, quiet, stored_by
 
 _TOKENS = torch.arange(2 * 8).view(2, 8)
 
 
-def kept(config: dict[str, Any]) -> int:
+def kept(config: dict[str, Any], model: PreTrainedModel | None = None) -> int:
     """Give the numbers that autograd keeps of a forward and its loss."""
-    model, storages, tensors = build(config), dict[int, int](), list[torch.Tensor]()
+    model, storages, tensors = model or build(config), dict[int, int](), list[torch.Tensor]()
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -78,3 +80,16 @@ def test_capped_logits_of_the_catalogue_keep_their_tanh() -> None:
         shape = model_shape(config, stored=stored)
         heads.append(shape.work[shape.modules[-1]].saved)
     assert heads[1] - heads[0] == section["vocab_size"]
+
+
+# After both halves of a layer, and of whole queries and keys; four; of each head, by two names.
+@pytest.mark.parametrize(
+    "architecture", ["Olmo2ForCausalLM", "Glm4ForCausalLM", "Exaone4ForCausalLM", "HunYuanDenseV1ForCausalLM"]
+)
+def test_norms_of_the_catalogue_are_as_many_as_files_have(architecture: str) -> None:
+    config, stored = stored_by(architecture)
+    with quiet():
+        model = getattr(transformers, architecture)(config_of(architecture))
+    work = model_shape(config, stored=stored).work.values()
+    planned = _TOKENS.numel() * sum(of_module.saved + of_module.saved_fp32 for of_module in work)
+    assert 0.95 < planned / kept(config, model) < 1.1
