@@ -35,10 +35,14 @@ def fqns_of_layers(layers: Mapping[str, Collection[str]], shape: ModelShape, whe
     fqn_of: dict[tuple[str, str], str] = {}
     position = 0
     for layer, names in layers.items():
-        wanted = [name for name in names if not name.endswith(ignored)]
-        taken = _match(wanted, modules[position:]) or _match_tied(wanted, layers, modules[position:], shape, fqn_of)
+        wanted, expected = [name for name in names if not name.endswith(ignored)], modules[position : position + 1]
+        while (taken := _match(wanted, modules[position:])) is None:
+            if position == len(modules) or modules[position][0] not in shape.optional:
+                taken = _match_tied(wanted, layers, modules[position:], shape, fqn_of)
+                break
+            position += 1  # MTP layers, which files may lack
         if taken is None:
-            raise _unlike(where, layer, wanted, modules[position : position + 1])
+            raise _unlike(where, layer, wanted, expected)
         count, fqns = taken
         fqn_of |= {(layer, name): fqn for name, fqn in fqns.items()}
         first = modules[position][0]

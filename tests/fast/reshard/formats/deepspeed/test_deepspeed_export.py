@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from tests.builders import EMBEDDING, HEAD, pack, refusal, reshard, run
+from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import (
     GOLDEN,
     MODEL_STATES,
@@ -139,6 +140,14 @@ def test_parameter_that_is_dropped_is_in_no_group(tmp_path: Path) -> None:
     (step,) = (tmp_path / "out").glob("global_step*")
     shutil.copytree(step / "zero" / "model.norm.weight", step / "zero" / "value.bias")
     assert groups_of(step, "value.bias", tmp_path / "packed", "--drop", "value") == [(0.1, [])]
+
+
+def test_layers_of_a_model_whose_config_has_more_mtp_layers_than_its_files_are_read(tmp_path: Path) -> None:
+    expected = huggingface_state("deepseek_v3", tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    run("export", pack(tmp_path / "model", tmp_path / "packed"), "--to", "deepspeed", "--out", tmp_path / "out")
+    run("export", pack(tmp_path / "out", tmp_path / "again"), "--to", "hf", "--out", tmp_path / "exported")
+    assert_alike(load_file(tmp_path / "exported" / "model.safetensors"), expected, "weights")
 
 
 @pytest.mark.parametrize("form", ["deepspeed", "universal", "pipeline"])
