@@ -156,7 +156,8 @@ def check_values(
 ) -> None:
     """Read floating-point tensors; report those that have NaN or infinity, and matrices of zeros alone.
 
-    Vectors of zeros are common, such as biases that nobody trained, and so is the state of experts that got no token.
+    Vectors of zeros are common, such as biases that nobody trained, also stacked ones of experts, and so is the state
+    of experts that got no token.
     """
     for tensor in tensors:
         if tensor.dtype not in FLOATS or not tensor.nbytes:
@@ -170,7 +171,7 @@ def check_values(
             count = f"{num_broken} value{'s' if num_broken > 1 else ''}"
             problem, hint = f"{count} of it NaN or infinite", "take an earlier checkpoint, or download it again"
             findings.add(tensor.place, problem, hint, code="check.not-finite")
-        elif is_zero and len(tensor.shape) > 1 and not may_be_zero:
+        elif is_zero and len(tensor.shape) > 1 and not (may_be_zero or "bias" in tensor.name.rpartition(".")[2]):
             hint = "was it ever written? take an earlier checkpoint, or download it again"
             findings.add(tensor.place, "all values are zero", hint, code="check.all-zero")
 

@@ -288,6 +288,11 @@ def test_healthy_checkpoint_of_the_catalogue_has_no_problem(architecture: str, t
     assert problems(tmp_path / "model") == []
 
 
+def test_stacked_biases_of_zeros_as_a_model_is_initialized_with_are_no_problem(tmp_path: Path) -> None:
+    build(read_config("tiny-gpt-oss")).save_pretrained(tmp_path / "model")
+    assert problems(tmp_path / "model", "--values") == []
+
+
 def test_gpt2_under_its_old_names_has_no_problem(tmp_path: Path) -> None:
     save_decoder(tmp_path / "model", "tiny-gpt2", tie_word_embeddings=True)
     name_as_openai_did(tmp_path / "model")
