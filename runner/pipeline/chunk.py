@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -231,8 +232,8 @@ def part_of(chunk: StageChunk, module: str) -> nn.Module:
         if module_of(chunk.family.to_hf(name), chunk.module_names) == module
     ]
     assert names, module
-    common = [parts[0] for parts in zip(*names, strict=False) if len(set(parts)) == 1]
-    return chunk.body.get_submodule(".".join(common))
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+    return chunk.body.get_submodule(".".join(parts[0] for parts in common))
 
 
 def layers_of(chunk: StageChunk) -> Iterator[tuple[int, nn.Module]]:

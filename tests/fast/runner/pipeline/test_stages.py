@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from manifests.errors import ManifestError, UsageError
 from manifests.placement import Placement
@@ -19,7 +21,7 @@ from runner.config.flags import parse_training
 from runner.config.schema import BatchOptions
 from runner.models import Family, family_for
 from runner.pipeline import losses
-from runner.pipeline.chunk import build_chunks
+from runner.pipeline.chunk import StageChunk, build_chunks, layers_of
 from runner.pipeline.losses import Loss, PerRow, loss_of_run
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_io import FormError, StageIO, form_of
@@ -233,3 +235,21 @@ def test_output_of_another_form_than_declared_is_refused(output: Any, wording: C
     with pytest.raises(FormError) as error:
         form_of(DECLARED).pack(output)
     wording(str(error.value))
+
+
+class Block(nn.Module):
+    """A layer of two matrices, which have one name in their modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = (nn.ModuleDict({"proj": nn.Linear(2, 2)}) for _ in range(2))
+
+
+def test_layer_is_found_by_what_its_parameters_names_begin_with() -> None:
+    blocks = nn.ModuleList([Block(), Block()])
+    body = nn.ModuleDict({"layers": blocks})
+    family: Any = SimpleNamespace(
+        architecture="MineForCausalLM", modules=(), build=lambda modules: body, to_hf=lambda name: name
+    )
+    chunk = StageChunk(family, 0, ("layers.0", "layers.1"))
+    assert [layer for _, layer in layers_of(chunk)] == list(blocks)
