@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,14 @@ def launch(
     if dry_run and not options.quiet:
         for line in _plan(launched, options, degrees, is_here=scheduler == "local"):
             click.echo(line, err=True)
+    start: Callable[[], None]
     if scheduler == "local":
-        launch_here((address, *training), nproc_per_node=num_per_node, dry_run=dry_run, run=run, quiet=options.quiet)
-        return
-    _submit(
-        Job(
+        start = partial(
+            launch_here, (address, *training), nproc_per_node=num_per_node, dry_run=dry_run, run=run,
+            quiet=options.quiet,
+        )  # fmt: skip
+    else:
+        job = Job(
             manifest=shown_address(address, manifest, cluster_flags["mount"]),
             training=training,
             name=name_of(launched.location).lower() if name is None else name,
@@ -178,12 +182,16 @@ def launch(
             mounts=cluster_flags["mount"],
             sbatch_args=cluster_flags["sbatch_arg"],
             **{field: cluster_flags[field] for field in _PLAIN_FIELDS},
-        ),
-        scheduler,
-        run,
-        follow=follow,
-        dry_run=dry_run,
-    )
+        )
+        start = partial(_submit, job, scheduler, run, follow=follow, dry_run=dry_run)
+    try:
+        start()
+    except UserError as error:
+        # A launch of the same second may have got the folder meanwhile: another one is chosen then.
+        is_taken = is_chosen and error.code in ("launch.folder-in-use", "launch.log-folder-in-use")
+        if not is_taken or choose_folder(options, run.name).name == run.path.name:
+            raise
+        context.invoke(context.command.callback, **context.params)  # type: ignore[arg-type]  # this function
 
 
 def _parse_training(context: click.Context, training: tuple[str, ...]) -> TrainOptions:

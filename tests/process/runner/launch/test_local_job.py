@@ -11,7 +11,24 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.process.local_jobs import ROOT, forked_runner, launched, wait_until_gone
+from tests.process.local_jobs import ROOT, SMALL, forked_runner, launched, wait_until_gone
+
+# Of two launches: each waits for the other when it looks at the clock, which stands still.
+AT_ONCE = """
+import datetime, os, pathlib, sys, time
+
+class Clock(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        folder = pathlib.Path(__file__).parent
+        (folder / f"{os.getpid()}.waits").touch()
+        while len(list(folder.glob("*.waits"))) < 2:
+            time.sleep(0.01)
+        return cls(2026, 11, 28)
+
+if "launch" in sys.argv:
+    datetime.datetime = Clock
+"""
 
 
 def status(log: Path) -> dict[str, Any]:
@@ -91,3 +108,18 @@ def test_job_of_another_machine_is_not_looked_for_here(tmp_path: Path) -> None:
         done = forked_runner(verb, tmp_path)
         assert done.returncode == 3
         assert done.stderr.startswith(f"error: job {os.getpid()}: runs on elsewhere, ")
+
+
+def test_runs_that_are_launched_in_the_same_second_have_folders_of_their_own(
+    packed_alone: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(AT_ONCE)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "runner.cli", "launch", str(packed_alone), "--", *SMALL, "--steps", "1", "--quiet"]
+    running = [
+        subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    ends = [(process.communicate(timeout=110)[1], process.returncode) for process in running]
+    assert ends == [("", 0), ("", 0)]
+    names = sorted(path.parent.name for path in tmp_path.glob("runner-log/2*/state.json"))
+    assert names == [f"20261128-000000-{packed_alone.name}", f"20261128-000000-{packed_alone.name}-2"]
