@@ -91,7 +91,10 @@ class StageLoader:
                 self.deferred.add(shared)
                 return report
             with raise_on_all_ranks("load"):
-                return replace(report, verified_nbytes=verify_parts(shared, self.how.num_threads))
+                started_s = time.perf_counter()
+                verified_nbytes = verify_parts(shared, self.how.num_threads)
+                load_s = report.load_s + time.perf_counter() - started_s
+                return replace(report, verified_nbytes=verified_nbytes, load_s=load_s)
         assert isinstance(reads, list)
         with raise_on_all_ranks("load"):  # the ranks of a stage fail as one, and then the others
             report, unverified = read_for_all(reads, self.group, self.device, self.how)

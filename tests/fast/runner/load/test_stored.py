@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from runner.load.load import Reading
 from runner.load.stored import StageLoader
 from runner.tensors.local_shard import Piece, whole_pieces
 from stores import bundles
-from tests.builders import weights_path
+from tests.builders import EMBEDDING, llama_config, pack, weights_path, write_model
 from tests.fast.trained import write_trained
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -58,3 +59,16 @@ def test_missing_shard_is_named_before_what_runs_beside_reading(is_broadcast: bo
     with pytest.raises(ShardError) as caught, loader.reading(pieces):
         reached.append("the self-check")
     assert (caught.value.code, reached) == ("shard.missing", [])
+
+
+def test_seconds_of_a_load_have_those_in_which_parts_are_verified(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", llama_config(vocab_size=1 << 20))
+    loader, _ = loader_of(open_packed(pack(tmp_path / "model", tmp_path / "out")), is_broadcast=False)
+    row = Piece(fqn=EMBEDDING, shape=(1 << 20, 16), offset=(0, 0), memory=torch.empty(1, 16))
+    with loader.reading((row,)) as pending:
+        assert pending is not None
+    started_s = time.perf_counter()
+    report = loader.load((row,), WEIGHTS, pending)
+    taken_s = time.perf_counter() - started_s
+    assert report.verified_nbytes > 1 << 24
+    assert report.load_s > taken_s / 2
