@@ -25,6 +25,7 @@ from reshard.formats.assemble import (
     without_optimizer,
 )
 from reshard.formats.dcp.algorithms import CLASSES, SHAPES, first_of, optimizer_of, read_group, states_of
+from reshard.formatting import some
 from stores.base import Folder
 from stores.bundles import TensorAt
 
@@ -139,6 +140,8 @@ def training_state(
     items = (item for of_kind in optimizer.moments.values() for item in of_kind.items())
     fqns = {name: [fqn for fqn in fqns_of(name, tensor) if fqn in weights] for name, tensor in items}  # not dropped
     dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names}
+    if not dtypes:
+        raise bad_optimizer(where, f"expected the state of parameters that are packed, found that of {some([*fqns])}")
     state = TrainingState(
         step=num_steps,
         num_tokens=tokens * num_replicas,

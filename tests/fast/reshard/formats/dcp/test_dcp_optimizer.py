@@ -216,6 +216,9 @@ def test_parameter_that_is_dropped_is_in_no_group(tmp_path: Path) -> None:
     groups = json.loads((tmp_path / "packed" / "manifest.json").read_text())["training"]["optimizer"]["groups"]
     assert groups[1]["fqns"] == sorted(name for name, one in model.named_parameters() if one.dim() == 1)
     run("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "megatron")  # whose groups are by shape
+    saved["optimizer"] = {key: value for key, value in saved["optimizer"].items() if "value.bias" in key}
+    source = save(tmp_path / "alone", "llama", saved)
+    assert refusal("pack", source, *drop[:-1], tmp_path / "out").found[1] == "source.bad-optimizer-state"
 
 
 def is_same(one: Any, other: Any) -> bool:
