@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from manifests.command.console import open_streams, print_error
 from manifests.command.interpreter import leave_out_working_folder, safe_environment
 from manifests.command.signals import INTERRUPTED, end_at_signals, say_interrupted
-from manifests.errors import RankError, UserError
+from manifests.errors import RankError, UserError, refused_by_system
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
 from runner.preflight.preflight import check_torch
-from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, place_of, read_reports, stages_of
+from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, place_of, read_reports, stages_of
 from runner.rundir.records import Beat, RunState, clear_state, read_beats, read_state, write_state
 from stores.open import open_manifest
 
@@ -104,9 +104,9 @@ def _run(reports_dir: Path) -> int:
     except processes.SignalException as error:
         _finish()
         return _stop(int(error.sigval), read_reports(reports_dir), options, begun)
-    except DistError as error:
+    except (DistError, OSError) as error:
         _finish()
-        failed = _rendezvous_failure(error)
+        failed = _rendezvous_failure(error) if isinstance(error, DistError) else _system_failure(error)
         print_error(failed.error, is_json="--json" in sys.argv)
         if log_dir is not None and read_state(log_dir) is None:
             _write_failure(failed, log_dir, 0)
@@ -200,6 +200,16 @@ def _rendezvous_failure(error: DistError) -> ExitReport:
     return ExitReport(
         kind="failed", code=RankError.exit_code, where=where, problem=problem, hint=hint, error_code="rank.unmet"
     )
+
+
+def _system_failure(error: OSError) -> ExitReport:
+    """Return a report on what the system refuses to torchrun, such as a process for one more rank."""
+    where = f"node {_number('--node-rank', 'PET_NODE_RANK')}, {socket.gethostname()}"
+    refusal = refused_by_system(where, error, "ranks cannot be started", code="system.refused")
+    return ExitReport(
+        kind="failed", code=code_of(refusal), where=where, problem=refusal.problem, hint=refusal.hint,
+        error_code=refusal.code,
+    )  # fmt: skip
 
 
 def _is_reported(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +176,32 @@ facts["ends"] = [[code, *(open(os.path.join(folder, f"{stream}-{name}")).read() 
 facts["cleaned"] = os.path.exists(cleaned.name)
 print(json.dumps(facts))
 """
+# Imported by the agent, of which the system then takes no other process.
+REFUSED = """
+import errno, os
+
+def refuse():
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = refuse
+
+def main():
+    pass
+"""
+
+
+def test_ranks_that_the_system_refuses_to_start_are_a_sentence_and_may_be_started_again(tmp_path: Path) -> None:
+    (tmp_path / "refused.py").write_text(REFUSED)
+    words = ("--standalone", "--nproc-per-node", "2", "-m", "refused")
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=100,
+    )  # fmt: skip
+    error, hint = done.stderr.splitlines()
+    assert done.returncode == 5
+    assert re.fullmatch(rf"error: node 0, {re.escape(socket.gethostname())}: .+ \[system\.refused\]", error), error
+    assert "ulimit" in hint
 
 
 def test_ranks_whose_start_or_wait_is_interrupted_are_ended_and_each_ends_as_python_does(tmp_path: Path) -> None:
