@@ -192,21 +192,21 @@ def _falcon_attention(config: ConfigReader, width: int, *, bias: bool) -> Compon
 
     Shapes: query_key_value ((H + 2 K) h, D), dense (D, D). K = 1 in 7B (`multi_query`), H in Falcon-RW.
     Kept: queries, keys, values, output, and the softmax's sum for each head. The new decoder copies keys and
-    values for every head.
+    values for every head. No fused attention takes one head of keys for several of queries as they are: torch computes
+    the softmax then, in float32, and keeps copies of all three for every head.
     """
     heads = config.divisor("num_attention_heads", "hidden_size", width)
     is_new = config.flag("new_decoder_architecture", False)
     kv_heads = 1 if config.flag("multi_query", True) else heads
     if is_new:
         kv_heads = config.divisor("num_kv_heads", "num_attention_heads", heads, heads)
-    size = width // heads
-    copied = heads if is_new else kv_heads
+    work = Work(flops_per_key=4 * width, saved=4 * width, saved_fp32=heads, products=width)
+    if not is_new and kv_heads < heads:
+        work += Work(saved_fp32=3 * width - heads, softmaxes=heads) - Work(saved=3 * width)
     return (
-        linear(width, (heads + 2 * kv_heads) * size, bias=bias).below("query_key_value")
+        linear(width, (heads + 2 * kv_heads) * (width // heads), bias=bias).below("query_key_value")
         + linear(width, width, bias=bias).below("dense")
-        + Component(
-            work=Work(flops_per_key=4 * width, saved=2 * width + 2 * copied * size, saved_fp32=heads, products=width)
-        )
+        + Component(work=work)
     )
 
 

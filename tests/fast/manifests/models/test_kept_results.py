@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from manifests.models import model_shape
+from manifests.models.training import POLICIES, Training, scores_nbytes
 from tests.fast.manifests.models.built import build, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet, stored_by
 
@@ -60,6 +61,15 @@ def test_an_mlp_keeps_what_its_activation_needs(name: str, field: str, value: st
     other = {**config, field: "gelu"}
     config |= {field: value} if value else {}
     assert planned(config) - planned(other) == kept(config) - kept(other)
+
+
+def test_one_head_of_keys_that_falcon_shares_is_copied_and_its_scores_kept() -> None:
+    config = read_config("tiny-falcon", hidden_size=64)
+    batch, seq_len = _TOKENS.shape
+    run = Training(policy=POLICIES["fp32"], microbatch=batch, seq_len=seq_len)
+    scores = sum(scores_nbytes(work, run)[0] // 4 for work in model_shape(config).work.values())
+    assert scores == config["num_hidden_layers"] * config["num_attention_heads"] * seq_len
+    assert planned(config) + _TOKENS.numel() * scores == pytest.approx(kept(config), rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["tiny-gemma2", "tiny-gemma3"])
