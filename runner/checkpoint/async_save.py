@@ -25,6 +25,7 @@ from runner.config.schema import CheckpointOptions
 from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
+from runner.distributed.world import same_gpu
 
 
 class _Report(Protocol):
@@ -43,7 +44,7 @@ class InFlight(Generic[ReportT]):
     """
 
     def __init__(self, name: str) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=same_gpu())  # it pins memory
         self._running: Future[ReportT] | None = None
         self._is_awaited = threading.Event()
         self._reports: list[ReportT] = []

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from manifests.errors import RankError, UserError
 from runner.distributed.fail_together import causes, from_all_ranks
+from runner.distributed.world import same_gpu
 
 T = TypeVar("T")
 _CLOSED = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out")
@@ -64,7 +65,7 @@ def run_in_world_of(
     if dist.get_rank() in ranks:
         c10d._update_default_pg(group)
         try:
-            with ThreadPoolExecutor(1) as thread:
+            with ThreadPoolExecutor(1, initializer=same_gpu()) as thread:  # torch's optimizers ask CUDA on CPUs, too
                 outcome = thread.submit(_try, work, dist.get_rank()).result()
         finally:
             c10d._update_default_pg(world)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -71,6 +72,16 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
         torch.cuda.set_device(device)
         backend = "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def same_gpu() -> Callable[[], None]:
+    """Return what a new thread that may call CUDA calls first: it then uses the GPU of this one.
+
+    Threads begin with GPU 0, where CUDA would take half a GiB for each rank of the node that has another.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return lambda: None
+    return partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
 def exchange_device(device: torch.device, group: dist.ProcessGroup | None = None) -> torch.device:

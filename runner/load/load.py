@@ -172,6 +172,8 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
     device = next((device for device in devices if device.type == "cuda"), reads[0].into.memory.device)
 
     def fill_runs(take: Take[list[Read]], stop: threading.Event) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # see `same_gpu`
         blocks = PinnedBlocks(device)
         while not stop.is_set() and (run := take()) is not None:
             parts.extend(_fill_run(run, blocks, stop, hashes=how.hashes))
