@@ -156,6 +156,12 @@ def _load_adapted(
         converted = adapter.from_hf({fqn: read[fqn] for fqn in tensors})
         if lacking := sorted(states.keys() - converted.keys()):
             raise _missing(packed, f"the adapter makes no value for {some_of(lacking)}")
+        names: dict[int, str] = {}
+        for name, tensor in states.items():
+            first = names.setdefault(local_of(tensor).data_ptr(), name)
+            is_shared = first != name and tensor.shape == states[first].shape and tensor.numel()
+            if is_shared and not torch.equal(converted[first], converted[name]):
+                raise _tied(packed, first, name)
         model.load_state_dict({name: _like(tensor, converted[name]) for name, tensor in states.items()})
     return report
 
@@ -218,13 +224,14 @@ def _once(pieces: Sequence[Piece], packed: Packed) -> list[Piece]:
     for piece in pieces:
         first = filled.setdefault((piece.memory.data_ptr(), piece.offset, piece.memory.shape), piece)
         if first.fqn != piece.fqn and not any({first.fqn, piece.fqn} <= {*group} for group in packed.shape.ties):
-            raise ModelError(
-                packed.where,
-                f"the module has one parameter for {first.fqn} and {piece.fqn}, which are two weights here",
-                "build it from the packed config.json, whose weights are not tied",
-                code="model.tied-parameter",
-            )
+            raise _tied(packed, first.fqn, piece.fqn)
     return list(filled.values())
+
+
+def _tied(packed: Packed, name: str, other: str) -> ModelError:
+    problem = f"the module has one parameter for {name} and {other}, which are two weights here"
+    hint = "build it from the packed config.json, whose weights are not tied"
+    return ModelError(packed.where, problem, hint, code="model.tied-parameter")
 
 
 def check_names(packed: Packed, stages: Sequence[int], fqns: Mapping[str, str]) -> None:

@@ -88,7 +88,20 @@ def test_whole_model_in_one_module_keeps_its_tie_and_its_dtype(tmp_path: Path) -
         assert torch.equal(parameter, expected[fqn].to(torch.bfloat16)), fqn
 
 
-def test_module_that_ties_what_the_packed_model_does_not_is_refused(model: Path, tmp_path: Path) -> None:
+class Unchanged:
+    """An adapter for names and values that are those of files."""
+
+    def to_hf(self, state_dict: dict[str, Any], /) -> dict[str, Any]:
+        return state_dict
+
+    def from_hf(self, hf_state_dict: dict[str, Any], /) -> dict[str, Any]:
+        return hf_state_dict
+
+
+@pytest.mark.parametrize("adapter", [None, Unchanged()])
+def test_module_that_ties_what_the_packed_model_does_not_is_refused(
+    adapter: Unchanged | None, model: Path, tmp_path: Path
+) -> None:
     """One of the two weights would be lost."""
     from transformers import AutoConfig, LlamaForCausalLM
 
@@ -97,7 +110,7 @@ def test_module_that_ties_what_the_packed_model_does_not_is_refused(model: Path,
         module = LlamaForCausalLM(AutoConfig.from_pretrained(model, tie_word_embeddings=True))
     assert module.lm_head.weight is module.model.embed_tokens.weight
     with pytest.raises(runner.InputError) as refused:
-        runner.load_stages(tmp_path / "pp1", 0, module)
+        runner.load_stages(tmp_path / "pp1", 0, module, adapter=adapter)
     assert refused.value.code == "model.tied-parameter"
     assert EMBEDDING in refused.value.problem
     assert HEAD in refused.value.problem
