@@ -18,9 +18,6 @@ from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
 from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
 from manifests.schema import ModelDescription
 
-PER_TOKEN = (  # how configs name the number of experts of a token
-    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
-)  # fmt: skip
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
 _MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
@@ -298,7 +295,7 @@ def _work(
     tensors: Mapping[str, Shape],
 ) -> dict[str, Work]:
     work = dict.fromkeys(modules, Work())
-    per_token = 0 if entry.all_experts else next((config.count(name) for name in PER_TOKEN if config.has(name)), 0)
+    per_token = () if entry.all_experts else config.experts_per_token()
     width = _count(config, entry.width)
     for module in entry.outputs:
         sizes = [dims for name, dims in tensors.items() if len(dims) == 2 and f"{name}.".startswith(f"{module}.")]
@@ -312,7 +309,7 @@ def _work(
         flops, saved, given, whole = 0.0, 0.0, 0.0, 0.0
         for leaf, dims in layer.shapes.items():
             if len(dims) >= 2 and leaf not in COPIES:
-                share = _share(leaf, dims, layer, per_token)
+                share = _share(leaf, dims, layer, per_token[min(number, len(per_token) - 1)] if per_token else 0)
                 flops += 2 * share * prod(dims)
                 copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]

@@ -14,6 +14,11 @@ CONFIG_NAME = "config.json"
 CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as in safetensors headers
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
 
+# What configs call the number of experts that a token goes through.
+_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "moe_top_k", "top_k_experts",
+)  # fmt: skip
+
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 10_000
 _MAX_COUNT = (1 << 31) - 1
@@ -85,6 +90,13 @@ class ConfigReader:
             problem = f"expected a list of integers, 0 or more, found {_shown(value)}"
             raise self.error(name, problem, code="config.invalid-field")
         return tuple(value)
+
+    def experts_per_token(self) -> tuple[int, ...]:
+        """Return how many experts a token goes through: one number, one for each layer, or none."""
+        name = next((name for name in _PER_TOKEN if self.has(name)), None)
+        if name is None:
+            return ()
+        return self.counts(name) if isinstance(self.config[name], list) else (self.count(name),)
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return a list of strings; null or absent means none."""

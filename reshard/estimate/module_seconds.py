@@ -33,7 +33,7 @@ from typing import Any, Literal
 from manifests.command import defaults
 from manifests.errors import UsageError
 from manifests.models import ModelShape, is_expert
-from manifests.models.by_names import PER_TOKEN
+from manifests.models.config import CONFIG_NAME, ConfigReader
 from manifests.models.parts import is_divided
 from manifests.models.shape import BACKWARD_SHARE, is_layer
 from manifests.models.training import POLICIES, ContextMethod, Recompute, parse_recompute
@@ -133,7 +133,7 @@ class ModuleSeconds:
             for module, has_experts in self._has_experts.items()
         }
         fields = section if isinstance(section := config.get("text_config"), Mapping) else config
-        self._top_k = next((fields[name] for name in PER_TOKEN if fields.get(name)), 1)
+        self._top_k = max(ConfigReader(fields, CONFIG_NAME).experts_per_token(), default=1)
         link = None if measured is None or measured.step is None else measured.step.link
         self._latency_s = 0.0 if link is None else link.latency_s
 

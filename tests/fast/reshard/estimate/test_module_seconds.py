@@ -21,6 +21,19 @@ def test_experts_receive_a_token_as_often_as_the_config_says_by_any_name(archite
     assert routed[0] > 0
 
 
+def test_configs_may_say_for_each_layer_how_many_experts_a_token_has() -> None:
+    """As that of Hunyuan-A13B, which was refused."""
+    config, stored = stored_by("HunYuanMoEV1ForCausalLM")
+    alike, fewer = ({**config, "moe_topk": numbers} for numbers in ([2, 2, 2, 2], [2, 1, 2, 2]))
+    whole, listed, changed = (
+        model_shape(each, stored=stored).work for each in ({**config, "moe_topk": 2}, alike, fewer)
+    )
+    assert listed == whole
+    assert [name for name in whole if changed[name] != whole[name]] == ["model.layers.1"]
+    assert changed["model.layers.1"].flops < whole["model.layers.1"].flops
+    assert routed_s(alike, stored) == routed_s({**config, "moe_topk": 2}, stored)
+
+
 def routed_s(config: dict[str, Any], stored: Any) -> float:
     """Return what expert parallelism adds to the seconds of all modules."""
     seconds = ModuleSeconds(
