@@ -116,6 +116,8 @@ def export(
     ):  # fmt: skip
         if is_wrong:
             raise UsageError(Parameter(name), problem, "leave it out", code="options.conflict")
+    if quantize is not None:
+        check_choice(Parameter("quantize"), quantize, ("like-source",))
     if quantize is not None and (to != "hf" or dtype != "source"):
         other = Parameter("to", to) if to != "hf" else Parameter("dtype", dtype)
         problem = f"is not for {other}: files and dtypes are those of the source"

@@ -147,6 +147,7 @@ CALLS: dict[tuple[str, str], tuple[Call, ...]] = {
     ("revision", "options.conflict"): (lambda at: reshard.push(at / "packed", "org/name@a", revision="b"),),
     ("digests", "options.invalid-value"): (lambda at: reshard.check(at / "model", digests="bogus"),),  # type: ignore[arg-type]
     ("AT/model/digests.json", "source.no-digests"): (lambda at: reshard.check(at / "model", digests="verify"),),
+    ("quantize", "options.invalid-value"): (lambda at: reshard.export(at / "packed", at / "new", quantize="fp8"),),  # type: ignore[arg-type]
 }
 ROWS = [(*row, call) for row, calls in CALLS.items() for call in calls]
 
