@@ -86,8 +86,7 @@ def _run(reports_dir: Path) -> int:
     set_log_level(FATAL)
     handle = _at_most_twice(processes._terminate_process_handler)
     processes._terminate_process_handler = handle  # type: ignore[assignment]  # named arguments
-    if module is not None:
-        fork_ranks(module)
+    ranks = fork_ranks(module) if module is not None else ()
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
         with contextlib.suppress(OSError):  # the ranks report a folder that cannot be written
             clear_state(log_dir)
@@ -103,7 +102,8 @@ def _run(reports_dir: Path) -> int:
         return _end(error.failures, log_dir, begun)
     except processes.SignalException as error:
         _finish()
-        return _stop(int(error.sigval), read_reports(reports_dir), options, begun)
+        is_killed = any(rank.returncode == -signal.SIGKILL for rank in ranks)
+        return _stop(int(error.sigval), read_reports(reports_dir), options, begun, is_killed=is_killed)
     except (DistError, OSError) as error:
         _finish()
         failed = _rendezvous_failure(error) if isinstance(error, DistError) else _system_failure(error)
@@ -157,15 +157,28 @@ def _end(failures: Mapping[int, ProcessFailure], log_dir: Path | None, begun: fl
     return INTERRUPTED if cause is None else _report(cause, log_dir, beats)
 
 
-def _stop(number: int, reports: Sequence[ExitReport], options: TrainOptions | None, begun: float) -> int:
-    """Report what went wrong when a signal asked the ranks to stop, if anything did; return the exit code."""
+def _stop(
+    number: int, reports: Sequence[ExitReport], options: TrainOptions | None, begun: float, *, is_killed: bool = False
+) -> int:
+    """Report what went wrong when a signal asked the ranks to stop, if anything did; return the exit code.
+
+    With `is_killed`, torchrun has killed ranks that did not end in time.
+    """
     log_dir = options.log_dir if options else None
     beats = read_beats(log_dir, since=begun) if log_dir else ()
     had_to_save = (
         options is not None and options.checkpoint is not None and any(beat.phase != "begin" for beat in beats)
     )
     state = read_state(log_dir) if log_dir else None
-    cause = find_cause_at_stop(reports, is_unsaved=had_to_save and (state is None or state.ended == "failed"))
+    is_unsaved = had_to_save and (state is None or state.ended == "failed")
+    cause = find_cause_at_stop(reports, is_unsaved=is_unsaved)
+    if cause is None and is_unsaved and is_killed and _LOCAL in sys.argv:  # a scheduler starts such a job again
+        assert options is not None, "it had to save"
+        problem = f"ranks were killed: they had not saved a checkpoint {options.timeout_s} s after a signal to stop"
+        cause = ExitReport(
+            kind="failed", code=RankError.exit_code, where=socket.gethostname(), problem=problem,
+            hint="raise --timeout, in which the step under way and its checkpoint must end", error_code="rank.killed",
+        )  # fmt: skip
     if cause is not None:
         return _report(cause, log_dir, beats)
     if state is not None and state.ended == "done":  # the signal came after the last step

@@ -88,8 +88,11 @@ def import_worker(worker: str, arguments: Sequence[str]) -> ModuleType | None:
     return module
 
 
-def fork_ranks(module: ModuleType) -> None:
-    """Make torchrun fork its ranks, which run the `main` of this module; see Note [Forked ranks]."""
+def fork_ranks(module: ModuleType) -> Sequence[ForkedRank]:
+    """Make torchrun fork its ranks, which run the `main` of this module; see Note [Forked ranks].
+
+    Returns them, once they have been forked.
+    """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -117,6 +120,7 @@ def fork_ranks(module: ModuleType) -> None:
                 raise
 
     handler._popen, context._start = fork, start_whole
+    return ranks
 
 
 @contextlib.contextmanager

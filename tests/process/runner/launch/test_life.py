@@ -99,3 +99,19 @@ def test_run_whose_end_cannot_be_written_to_the_log_folder_ends_as_it_would(
     assert "Traceback" not in run.said
     assert "error: " not in run.said
     assert ("stopped by a signal after step" in run.said) == bool(code)
+
+
+def test_stop_that_ranks_do_not_finish_in_time_is_no_stop_that_saved(packed: Path, tmp_path: Path) -> None:
+    """As where a disk hangs; after --timeout, torchrun kills them."""
+    with launched(packed, tmp_path / "log", "--steps", "100000", "--checkpoint", tmp_path / "history") as run:
+        run.wait_for_step(3)
+        run.wait_until(lambda: {beat["phase"] for beat in run.beats} == {"train"})  # not the heartbeats from before
+        pids = run.ranks()
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(timeout=60) == 5, run.said
+        wait_until_gone(pids, 10)
+    assert (run.state["ended"], run.state["code"], run.state["error_code"]) == ("failed", 5, "rank.killed")
+    assert run.said.endswith(f"error: {run.state['error']}\n")
+    assert list((tmp_path / "history").glob("step-*")) == []
