@@ -6,9 +6,10 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Sequence, Set, Sized
 from itertools import groupby, islice
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from manifests.schema import Layout, TieGroup
+if TYPE_CHECKING:
+    from manifests.schema import Layout, TieGroup
 
 WIDTH = 72  # characters of the spec shown around the caret
 _MOST_NAMED = 5  # names in a sentence

@@ -6,7 +6,6 @@ An "80 GB" GPU has 80 GiB, so 80GB, 80GiB and 80G are the same here.
 from __future__ import annotations
 
 import re
-from fractions import Fraction
 
 from manifests.errors import UsageError
 
@@ -19,6 +18,8 @@ def parse_size(text: str) -> int | None:
 
     A number without a unit is in bytes and must be at least 1 MiB: `80` is refused.
     """
+    from fractions import Fraction  # slow to import
+
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([KMGT]?)(i?B|)", text, re.IGNORECASE)
     if not match or (match[3].lower() == "ib" and not match[2]):
         return None
@@ -32,8 +33,8 @@ def read_size(flag: str, text: str) -> int:
     nbytes = parse_size(text)
     if nbytes is None:
         is_bare = re.fullmatch(r"[0-9]{1,18}(\.[0-9]{1,9})?", text) is not None
-        unit = "GB" if is_bare and Fraction(text) < 1024 else f"MB, or {text}B if these are bytes"
-        hint = f"write {text}{unit}" if is_bare and Fraction(text) else "for example 80GB (= 80GiB)"
+        unit = "GB" if is_bare and float(text) < 1024 else f"MB, or {text}B if these are bytes"
+        hint = f"write {text}{unit}" if is_bare and float(text) else "for example 80GB (= 80GiB)"
         raise UsageError(flag, f"expected a size with a unit, found {text[:80]!r}", hint, code="options.memory-size")
     return nbytes
 

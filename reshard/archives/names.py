@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from manifests.versions import VERSION_INDEX
-
 METADATA_NAME = ".metadata"
 DATA_SUFFIX = ".distcp"
 MARK_NAME = "metadata.json"  # of Megatron-Core: which format this is; it writes it last
@@ -37,4 +35,6 @@ def is_megatron(names: Collection[str]) -> bool:
 
 def is_chain(names: Collection[str]) -> bool:
     """Return whether a folder with these files is a chain of versions, as `reshard delta` writes it."""
+    from manifests.versions import VERSION_INDEX  # slow to import
+
     return any(map(VERSION_INDEX.fullmatch, names))

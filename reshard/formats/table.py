@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from manifests.invariants import MANIFEST_NAME
 from reshard.archives.names import is_chain, is_dcp, is_deepspeed, is_megatron
 
 if TYPE_CHECKING:
@@ -191,9 +190,17 @@ HUGGINGFACE = Format(
     weights="reshard.formats.huggingface.check",
     targets=(ExportTarget(to="hf"),),
 )
+
+
+def _is_packed(names: Collection[str]) -> bool:
+    from manifests.invariants import MANIFEST_NAME  # slow to import
+
+    return MANIFEST_NAME in names
+
+
 MANIFEST = Format(
     name="manifest",
-    is_in=lambda names: MANIFEST_NAME in names,
+    is_in=_is_packed,
     read="reshard.formats.manifest.read",
 )
 DELTA = Format(name="delta", is_in=is_chain, read="reshard.formats.delta.read", listing="reshard.formats.delta.read")
