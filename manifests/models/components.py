@@ -40,8 +40,8 @@ def norm(width: int) -> Component:
 
     Kept: its input in float32, a statistic, its input divided, and its output, which the matrices after it need.
     """
-    kept = {"saved": 2 * width, "saved_fp32": width + 1, "whole": 2 * width, "whole_fp32": width}
-    return Component(tensors={"weight": (width,)}, work=Work(normed=width, **kept))
+    work = Work(saved=2 * width, saved_fp32=width + 1, normed=width, whole=2 * width, whole_fp32=width)
+    return Component(tensors={"weight": (width,)}, work=work)
 
 
 def scaled_in_float32(shape: ModelShape) -> ModelShape:

@@ -140,8 +140,8 @@ def scores_nbytes(work: Work, training: Training) -> tuple[int, int, int]:
     nbytes, elements, heads = training.policy.compute, work.scores, max(work.scores, work.softmaxes)
     matrices = nbytes * elements + work.softmaxes * (FP32_NBYTES + nbytes * (nbytes < FP32_NBYTES))
     by_key = (matrices, nbytes * heads, 2 * FP32_NBYTES * heads)
-    kept, selective, temporary = (training.seq_len * number // training.tensor for number in by_key)
-    return kept, selective, temporary
+    scores, products, temporary = (training.seq_len * number // training.tensor for number in by_key)
+    return scores, products, temporary
 
 
 def masked_elements(work: Work, training: Training) -> int:
