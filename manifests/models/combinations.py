@@ -10,6 +10,7 @@ from typing import Any
 
 from manifests.errors import UsageError
 from manifests.models import ARCHITECTURES, ModelShape
+from manifests.models.parts import is_divided
 from manifests.models.trainable import (
     NARROW,
     hands_on_trees,
@@ -22,8 +23,7 @@ from manifests.models.training import ContextMethod, Training, check_expert_degr
 
 _CUT_HEADS = ("num_attention_heads", "num_key_value_heads")
 _CUT = (*_CUT_HEADS, "intermediate_size", "moe_intermediate_size", "vocab_size")
-# Of these, plans leave attention whole, as that of DeepSeek-V4, all of whose heads have the same keys and values.
-_WHOLE_HEADS = ("AXK1ForCausalLM", "AfmoeForCausalLM", "BailingHybridForCausalLM", "DeepseekV4ForCausalLM")
+_ATTENTION = re.compile(r"(attn|attention)\.")  # in the names of its tensors
 _HEADS = (  # how configs name the number of heads, or that of each layer
     "num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads", "swa_num_attention_heads",
     "num_attention_heads_per_layer",
@@ -273,11 +273,18 @@ def _text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def check_divides(shape: ModelShape, config: Mapping[str, Any], num_tensor: int, num_expert: int) -> None:
     """Check that a model can be shared by so many ranks: whole heads, units, words and experts for each."""
     for name, count in _cut_counts(_text_fields(config)):
-        is_whole = name in _CUT_HEADS and shape.architecture in _WHOLE_HEADS
-        if isinstance(count, int) and count % num_tensor and not is_whole:
+        if isinstance(count, int) and count % num_tensor and not (name in _CUT_HEADS and _has_whole_heads(shape)):
             problem = f"expected a divisor of {count} ({name} of config.json), found {num_tensor}"
             raise UsageError("--tp", problem, code="options.tp-divisor")
     check_expert_degree(shape.count_experts() if num_expert > 1 else {}, num_expert, "--ep")
+
+
+def _has_whole_heads(shape: ModelShape) -> bool:
+    """Return whether plans leave attention whole, as that of DeepSeek-V4, all of whose heads have the same keys."""
+    matrices = [
+        is_divided(fqn, shape) for fqn, dims in shape.tensors.items() if len(dims) > 1 and _ATTENTION.search(fqn)
+    ]
+    return bool(matrices) and not any(matrices)
 
 
 def _cut_counts(fields: Mapping[str, Any]) -> Iterator[tuple[str, object]]:

@@ -28,6 +28,7 @@ from runner.models.tensor_plan import PLANS
 from runner.preflight.combinations import part_of, share_of
 from tests.builders import llama_config
 from tests.fast.manifests.models.built import read_config
+from tests.fast.manifests.models.catalogued import stored_by
 from tests.matrix import AXES, MODELS, covered_by, matrix, ten
 
 ZERO_BUBBLE: dict[str, Any] = {"schedule": "ZBVZeroBubble", "splits_backward": True}
@@ -145,18 +146,28 @@ def test_tensor_parallel_ranks_have_whole_heads_and_vocabulary_rows(wording: Cal
 
 
 @pytest.mark.parametrize(
-    "name", ["AXK1ForCausalLM", "AfmoeForCausalLM", "BailingHybridForCausalLM", "DeepseekV4ForCausalLM"]
-)
+    "name",
+    ["AXK1ForCausalLM", "AfmoeForCausalLM", "BailingHybridForCausalLM", "DeepseekV4ForCausalLM", "FlintForCausalLM",
+     "HunYuanMoEV1ForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2MoeForCausalLM",
+     "PhimoeForCausalLM", "YoutuForCausalLM"],
+)  # fmt: skip
 def test_heads_of_attention_that_a_plan_leaves_whole_need_not_divide(name: str) -> None:
     """As the one head of keys that DeepSeek-V4 has."""
     config = getattr(transformers, name).config_class()
     assert not any("attn" in rule for rule in {*config.base_model_tp_plan, *PLANS.get(config.model_type, ())})
-    fields, shape = {"num_attention_heads": 8, "num_key_value_heads": 1}, model_shape(llama_config())
-    check_divides(replace(shape, architecture=name), fields, 2, 1)
-    with pytest.raises(UsageError, match=r"divisor of 1 \(num_key"):
-        check_divides(shape, fields, 2, 1)
+    document, stored = stored_by(name)
+    fields, shape = {"num_attention_heads": 8, "num_key_value_heads": 1}, model_shape(document, stored=stored)
+    check_divides(shape, fields, 2, 1)
     with pytest.raises(UsageError, match=r"divisor of 97 \(vocab"):
-        check_divides(replace(shape, architecture=name), {**fields, "vocab_size": 97}, 2, 1)
+        check_divides(shape, {**fields, "vocab_size": 97}, 2, 1)
+
+
+@pytest.mark.parametrize("name", ["NemotronHForCausalLM", "Qwen3NextForCausalLM", "MiniMaxForCausalLM"])
+def test_heads_of_attention_that_a_plan_shares_must_divide(name: str) -> None:
+    """Also where that of some layers is whole, or has another name."""
+    document, stored = stored_by(name)
+    with pytest.raises(UsageError, match=r"divisor of 1 \(num_key"):
+        check_divides(model_shape(document, stored=stored), {"num_key_value_heads": 1}, 2, 1)
 
 
 @pytest.mark.parametrize("is_read", [True, False])
