@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 
 import click
 
-from manifests.command.console import run_cli
+from manifests.command.console import LazyGroup, run_cli
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
 # Where each command is, and its line in the list of commands.
@@ -26,25 +25,10 @@ _VERBS = {
 }
 
 
-class _Verbs(click.Group):
-    """Commands of which only the one that is called is imported."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _VERBS:
-            return None
-        module, _, name = _VERBS[cmd_name][0].partition(":")
-        command: click.Command = getattr(import_module(module), name)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _VERBS.items()])
+class _Group(LazyGroup, click.Group): ...
 
 
-@click.group(cls=_Verbs, context_settings=_PLAIN)
+@click.group(cls=_Group, verbs=_VERBS, context_settings=_PLAIN)
 @click.version_option(package_name="reshard", prog_name="runner")
 def cli() -> None:
     """Train a packed model, each rank with its own pipeline stages.

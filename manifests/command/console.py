@@ -14,6 +14,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
@@ -308,3 +309,34 @@ class GroupedHelp:
             if rows := [record for record in listed if record is not None]:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+class LazyGroup:
+    """Mixed into a `click.Group`, of whose verbs only the one that is called is imported.
+
+    `verbs` are, by name, where a verb is, `module:attribute`, and its line in the list of verbs.
+    """
+
+    def __init__(self, *args: Any, verbs: Mapping[str, tuple[str, str]], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.verbs = verbs
+
+    def list_commands(self, _: Any) -> list[str]:
+        """Return the names of the verbs."""
+        return list(self.verbs)
+
+    def get_command(self, _: Any, cmd_name: str) -> Any:
+        """Return a verb, or None if there is none of this name."""
+        if cmd_name not in self.verbs:
+            return None
+        module, _, name = self.verbs[cmd_name][0].partition(":")
+        return getattr(import_module(module), name)
+
+    def import_verbs(self) -> list[Any]:
+        """Return all verbs."""
+        return [self.get_command(None, name) for name in self.verbs]
+
+    def format_commands(self, _: Any, formatter: Any) -> None:
+        """Write the list of verbs."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in self.verbs.items()])

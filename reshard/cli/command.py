@@ -7,18 +7,32 @@ from functools import partial
 
 import click
 
-from manifests.command.console import run_cli
-from reshard.cli.delta import delta
-from reshard.cli.merge import merge
-from reshard.cli.options import Verb
-from reshard.cli.pack import commit, export, pack
-from reshard.cli.plan import layout, plan
-from reshard.cli.read import check, diff, inspect, push, sign, verify
+from manifests.command.console import LazyGroup, run_cli
 
 _PLAIN = {"help_option_names": ["-h", "--help"], "max_content_width": 100, "show_default": True}
+# Where each verb is, and its line in the list of verbs; the help of the verb itself says more.
+_VERBS = {
+    "check": ("reshard.cli.read:check", "Check that any checkpoint is complete and consistent."),
+    "commit": ("reshard.cli.pack:commit", "Merge the parts that reshard pack --part has written."),
+    "completion": ("reshard.cli.command:completion", "Print the shell completion script of bash, zsh or fish."),
+    "delta": ("reshard.cli.delta:delta", "Publish weights as a chain of deltas, and apply it."),
+    "diff": ("reshard.cli.read:diff", "List what differs between two checkpoints."),
+    "export": ("reshard.cli.pack:export", "Write a Hugging Face folder, or another trainer's format."),
+    "inspect": ("reshard.cli.read:inspect", "Show what a checkpoint contains, from headers alone."),
+    "layout": ("reshard.cli.plan:layout", "Show what a layout means, without a model."),
+    "merge": ("reshard.cli.merge:merge", "Add LoRA adapters to a model's weights."),
+    "pack": ("reshard.cli.pack:pack", "Write a checkpoint as one bundle per pipeline stage."),
+    "plan": ("reshard.cli.plan:plan", "Show a layout's stages, memory, balance and pipeline bubble."),
+    "push": ("reshard.cli.read:push", "Upload a packed model to the Hugging Face hub."),
+    "sign": ("reshard.cli.read:sign", "Sign a manifest with a private key."),
+    "verify": ("reshard.cli.read:verify", "Compare every byte with the manifest's digests."),
+}
 
 
-@click.group(context_settings=_PLAIN)
+class _Group(LazyGroup, click.Group): ...
+
+
+@click.group(cls=_Group, verbs=_VERBS, context_settings=_PLAIN)
 @click.version_option(package_name="reshard", prog_name="reshard")
 def cli() -> None:
     """Pack a Hugging Face checkpoint into pipeline stages, reshard it, and export it again.
@@ -29,7 +43,7 @@ def cli() -> None:
     """
 
 
-@click.command(cls=Verb)
+@click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
@@ -45,28 +59,6 @@ def completion(ctx: click.Context, shell: str) -> None:
     completer = get_completion_class(shell)
     assert completer is not None, shell
     click.echo(completer(ctx.find_root().command, {}, "reshard", "_RESHARD_COMPLETE").source())
-
-
-# Each verb's line in the list of verbs; the help of the verb itself says more.
-_VERBS: dict[click.Command, str] = {
-    plan: "Show a layout's stages, memory, balance and pipeline bubble.",
-    layout: "Show what a layout means, without a model.",
-    pack: "Write a checkpoint as one bundle per pipeline stage.",
-    commit: "Merge the parts that reshard pack --part has written.",
-    export: "Write a Hugging Face folder, or another trainer's format.",
-    merge: "Add LoRA adapters to a model's weights.",
-    verify: "Compare every byte with the manifest's digests.",
-    check: "Check that any checkpoint is complete and consistent.",
-    sign: "Sign a manifest with a private key.",
-    push: "Upload a packed model to the Hugging Face hub.",
-    inspect: "Show what a checkpoint contains, from headers alone.",
-    diff: "List what differs between two checkpoints.",
-    delta: "Publish weights as a chain of deltas, and apply it.",
-    completion: "Print the shell completion script of bash, zsh or fish.",
-}
-for verb, short_help in _VERBS.items():
-    verb.short_help = short_help
-    cli.add_command(verb)
 
 
 def run(begin: Callable[[], None] = lambda: None) -> None:

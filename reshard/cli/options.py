@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from manifests.command import defaults
-from manifests.command.console import GroupedHelp
+from manifests.command.console import GroupedHelp, LazyGroup
 from manifests.command.neighbors import DTYPES as _TORCH_DTYPES
 from manifests.command.neighbors import missing
 from manifests.errors import UsageError, flag_like, naming_flags
@@ -40,8 +40,8 @@ class Verb(GroupedHelp, click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         group = ctx.find_root().command
-        others = group.commands.values() if isinstance(group, click.Group) else ()
-        with naming_flags(partial(flag_of, (self, *others))):
+        verbs = group.import_verbs if isinstance(group, LazyGroup) else tuple
+        with naming_flags(lambda parameter: flag_of((self, *verbs()), parameter)):
             return super().invoke(ctx)
 
 

@@ -11,6 +11,7 @@ import click
 import pytest
 
 from reshard.cli.command import cli as reshard
+from reshard.cli.delta import delta
 from runner.commands import cli as runner
 from runner.config.flags import training_command
 
@@ -65,8 +66,7 @@ OF_OTHERS = {
 
 
 def test_flags_of_errors_exist() -> None:
-    groups = [(group, click.Context(group)) for group in (reshard, runner, reshard.commands["delta"])]
-    verbs = [group.get_command(context, name) for group, context in groups for name in group.list_commands(context)]
+    verbs = [*reshard.import_verbs(), *delta.commands.values(), *runner.import_verbs()]
     params = [param for command in (*verbs, training_command) if command for param in command.params]
     flags = {flag for param in params for flag in (*param.opts, *param.secondary_opts)} | OF_OTHERS
     named = {

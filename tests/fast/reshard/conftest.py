@@ -14,5 +14,5 @@ from reshard.cli.options import flag_of
 
 @pytest.fixture(autouse=True)
 def flags_in_errors() -> Iterator[None]:
-    with naming_flags(partial(flag_of, cli.commands.values())):
+    with naming_flags(partial(flag_of, cli.import_verbs())):
         yield
