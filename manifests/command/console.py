@@ -18,7 +18,6 @@ from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
-from manifests.command.neighbors import usage_error
 from manifests.command.signals import INTERRUPTED
 from manifests.errors import InputError, UsageError, UserError, error_json, naming_flags, refused_by_system
 
@@ -111,6 +110,8 @@ def run_cli(
                 return UsageError.exit_code
             if (moved := _moved(error)) is not None:
                 raise moved from None
+            from manifests.command.neighbors import usage_error  # slow to import
+
             raise usage_error(error) from caught
         except abort as caught:
             interrupt = caught.__context__
