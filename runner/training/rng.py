@@ -31,10 +31,14 @@ def restore_rng(
 ) -> bool:
     """Restore the RNG state of a run that had as many ranks on the same kind of device; False: another run.
 
-    So many consecutive ranks draw alike, whatever degrees that run had: they get the state of the first of them.
+    So many consecutive ranks draw alike, whatever degrees that run had: they get the state of the first of them. It is
+    another run, too, if others drew alike in it, and would do so from now on.
     """
     mine = {state.rank: state.state for state in states if state.generator == device.type}
     if sorted(mine) != list(range(num_ranks)):
+        return False
+    firsts = range(0, num_ranks, num_alike)
+    if len({mine[first] for first in firsts}) < len(firsts):
         return False
     try:
         stored = mine[rank - rank % num_alike]

@@ -131,16 +131,17 @@ def test_random_state_that_is_none_is_refused(state: str) -> None:
 
 
 def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
+    other = rng_state(0, CPU)
+    first = torch.rand(4)
     state = rng_state(1, CPU)
     expected = torch.rand(4)
-    other = RandomState(rank=0, generator="cpu", state=state.state)
     assert restore_rng((other, state), 1, 2, CPU)
     assert torch.rand(4).equal(expected)
-    torch.rand(4)
-    later = rng_state(1, CPU)
-    assert restore_rng((other, later), 1, 2, CPU, num_alike=2)  # tensor-parallel ranks, which the run had not
-    assert torch.rand(4).equal(expected)
+    assert restore_rng((other, state), 1, 2, CPU, num_alike=2)  # tensor-parallel ranks, which the run had not
+    assert torch.rand(4).equal(first)
     now = torch.get_rng_state()
+    alike = RandomState(rank=1, generator="cpu", state=other.state)
+    assert not restore_rng((other, alike), 1, 2, CPU)  # the run had them, and the ranks would draw alike for ever
     assert not restore_rng((state,), 1, 2, CPU)
     assert not restore_rng((other, state), 0, 1, CPU)
     assert not restore_rng((), 0, 1, CPU)
