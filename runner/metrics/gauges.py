@@ -36,8 +36,11 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def least_step_s(shape: ModelShape, options: TrainOptions, num_gpus: int, device: torch.device) -> float | None:
-    """Return the seconds of a step's matmuls at the data-sheet FLOP/s of all GPUs; None: not known."""
-    if device.type != "cuda" or options.compute.dtype != "bf16":
+    """Return the seconds of a step's matmuls at the data-sheet FLOP/s of all GPUs.
+
+    None: not known, as for a run that freezes weights: their gradients are not computed.
+    """
+    if device.type != "cuda" or options.compute.dtype != "bf16" or options.lora is not None or options.train_only:
         return None
     flops, batch = peak_flops(torch.cuda.get_device_name(device)), options.batch
     step_flops = shape.train_flops(batch.seq_len) * batch.global_batch * batch.seq_len

@@ -158,8 +158,9 @@ def test_least_time_of_a_step_counts_every_token(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     found = least_step_s(shape, options, 2, torch.device("cuda", 0))
     assert found == shape.train_flops(32) * 6 * 32 / (2 * 989e12)
-    whole = parse_training(["--data", "synthetic", "--dtype", "fp32"])
-    assert least_step_s(shape, whole, 2, torch.device("cuda", 0)) is None
+    for flags in (["--dtype", "fp32"], ["--lora-rank", "4"], ["--train-only", "norm"]):  # the last of two counts
+        others = parse_training(["--data", "synthetic", "--dtype", "bf16", *flags])
+        assert least_step_s(shape, others, 2, torch.device("cuda", 0)) is None
 
 
 @pytest.mark.parametrize(
