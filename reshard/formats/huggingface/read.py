@@ -38,7 +38,7 @@ from stores.bundles import TensorAt, tensors_in
 from stores.workers import each_file_header, each_of
 
 _SINGLE_NAME = "model.safetensors"
-_WANTED = "SOURCE must contain safetensors weights"
+_WANTED = "SOURCE must contain safetensors weights; reshard plan also takes a config.json alone"
 _CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
 
