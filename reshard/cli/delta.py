@@ -29,8 +29,8 @@ def delta() -> None:
     """Publish weights as a chain of versions, of which each stores what changed since the one before.
 
     A chain is a folder or a prefix of a bucket: CHAIN/weight_v000001 is a Hugging Face folder, CHAIN/weight_v000002 and
-    so on are deltas, in the format of slime and of SGLang's pull of weights. CHAIN@N is a SOURCE of pack, export, check
-    and diff. Requires reshard[delta].
+    so on are deltas, in the format of slime and of SGLang's pull of weights. CHAIN@N is a SOURCE of pack, export,
+    inspect, check and diff. Requires reshard[delta].
 
     \b
     Example:
@@ -71,7 +71,7 @@ def publish(as_json: bool, quiet: bool, **arguments: Any) -> None:
 @delta.command(cls=options.Verb)
 @_chain
 @click.option("--to", type=click.Path(), required=True, metavar="DIR",
-              help="Folder of weights, in any version of the chain, or an empty one.")  # fmt: skip
+              help="Empty folder, or one with a version of the chain or the model that it begins with.")  # fmt: skip
 @_version
 @click.option("--quick", is_flag=True, help="Verify only the tensors that change.")
 @options.parallelism_flags

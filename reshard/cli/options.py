@@ -90,6 +90,7 @@ quiet = click.option(
     "--quiet", is_flag=True, help="Print only errors, differences and requested output; no progress, no notes."
 )
 force = click.option("--force", is_flag=True, help="Replace an existing output; in a bucket, only an unfinished one.")
+force_file = click.option("--force", is_flag=True, help="Replace a file that exists.")
 _output = functools.partial(
     click.option, "--out", type=click.Path(), required=True, metavar="DIR|URL",
     callback=lambda _, __, text: address(text),
@@ -219,8 +220,8 @@ _TRAINING = (
     click.option(
         "--ac", "recompute", default=defaults.RECOMPUTE, metavar="none|full|selective|N",
         callback=lambda _, __, text: _recompute(text),
-        help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
-        "layer.",
+        help="Activation checkpointing: none, every layer (full), all but matrix products and attention "
+        "(selective), or every Nth layer.",
     ),
     _count(
         "--loss-chunk", metavar="N", show_default="a whole microbatch",

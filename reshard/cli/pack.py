@@ -202,10 +202,10 @@ def pack(
 ) -> None:  # fmt: skip
     """Write one bundle per stage, a manifest, and an index that makes the output a Hugging Face folder.
 
-    SOURCE is a Hugging Face folder or hub repository, or a manifest, which is resharded. A layout that is solved for
-    (balance:) assumes the training step that reshard plan assumes by default; for another one, pack the file of
-    reshard plan --write. Virtual bundles are valid as long as SOURCE is unchanged; packing their manifest copies the
-    bytes.
+    SOURCE is a Hugging Face folder, hub repository or bucket, a checkpoint of torchtitan (DCP), DeepSpeed or
+    Megatron-Core, CHAIN@N, or a manifest, which is resharded. A layout that is solved for (balance:) assumes the
+    training step that reshard plan assumes by default; for another one, pack the file of reshard plan --write. Virtual
+    bundles are valid as long as SOURCE is unchanged; packing their manifest copies the bytes.
 
     Objects in a bucket are written in order, and a shard's digests come first in it: tensors without a known digest are
     read twice, unless SOURCE is remote and the longest shard fits into --io-memory (see --max-shard-size). If reading
@@ -346,7 +346,7 @@ def export(
 @click.command(cls=options.Verb)
 @click.argument("out", type=click.Path(), callback=lambda _, __, text: options.address(text, "OUT"))
 @click.option("--wait", is_flag=True, help="Wait until all parts are written.")
-@options.force
+@click.option("--force", is_flag=True, help="Replace an existing folder.")
 @options.as_json
 @options.quiet
 def commit(as_json: bool, quiet: bool, **arguments: Any) -> None:

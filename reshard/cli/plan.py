@@ -60,7 +60,7 @@ _SAME = ("schedule", "microbatch", "replicate", "shard", "context", "tensor", "e
     default="auto",
     help="Theme of .svg and .png; auto follows the reader's setting (.png: light).",
 )
-@options.force
+@options.force_file
 @options.as_json
 @options.quiet
 @collector_paused()  # a step has up to half a million actions, which it would visit whenever it resumes
@@ -70,9 +70,9 @@ def plan(
 ) -> None:  # fmt: skip
     """Show a layout's stages, bytes, FLOPs, memory and pipeline bubble. Nothing is packed.
 
-    SOURCE is a Hugging Face folder or hub repository, a manifest, or just a config.json. With --gpus, the fastest
-    layouts are searched for, and printed with the commands that pack and launch the first. The exit code is 0 whether
-    or not a plan fits --gpu-memory.
+    SOURCE is anything that pack takes, or just a config.json. With --gpus, the fastest layouts are searched for, and
+    printed with the commands that pack and launch the first. The exit code is 0 whether or not a plan fits
+    --gpu-memory.
 
     \b
     Examples:
@@ -271,7 +271,7 @@ def _search(
 @options.ranks
 @options.cost
 @options.write
-@options.force
+@options.force_file
 @options.as_json
 @options.quiet
 def layout(write: Path | None, force: bool, as_json: bool, quiet: bool, **arguments: Any) -> None:

@@ -59,9 +59,9 @@ def verify(manifest: str, stages: tuple[int, ...], as_json: bool, quiet: bool, *
 def check(as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Check that CHECKPOINT is complete and consistent, whoever wrote it. Exit code 4: problems were found.
 
-    CHECKPOINT is a Hugging Face folder, a hub repository, a bucket, a packed folder, or a folder of
-    torch.distributed.checkpoint. The index is compared with the files, the headers with the data, config.json with the
-    tensors, the tokenizer with the embedding.
+    CHECKPOINT is a Hugging Face or packed folder, a hub repository, a bucket, CHAIN@N, or a checkpoint of
+    torch.distributed.checkpoint, DeepSpeed or Megatron-Core. The index is compared with the files, the headers with the
+    data, config.json with the tensors, the tokenizer with the embedding.
 
     \b
     Example:
@@ -134,7 +134,7 @@ def diff(tensors: bool, as_json: bool, quiet: bool, **arguments: Any) -> None:
 @click.option("--key", type=click.Path(), required=True, metavar="FILE",
               help="Private key to sign with (PEM; P-256, P-384 or P-521).")  # fmt: skip
 @click.option("--ask-password", "password", is_flag=True, help="Ask for the password of an encrypted key.")
-@options.force
+@options.force_file
 @options.as_json
 @options.quiet
 def sign(manifest: str, password: bool, as_json: bool, quiet: bool, **arguments: Any) -> None:

@@ -41,10 +41,10 @@ class Assumptions:
     the weights, or 0. `replicate` is the number of data-parallel replicas of each stage (DDP, HSDP), `shard` that of
     the ranks that shard it (FSDP), `tensor` the tensor-parallel degree, and `expert` the number of ranks, of those that
     share one copy, that have different experts. `recompute` is activation checkpointing: "none", "full", "selective"
-    (all but matrix products), or N for every Nth layer. Logits and loss are computed in chunks of `loss_chunk` tokens;
-    None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on GPUs. `measured` has
-    the time of each module, and `overhead` what a step takes besides; `run` has both as a run measured them, from which
-    a plan derives those of its own degrees.
+    (all but matrix products and attention), or N for every Nth layer. Logits and loss are computed in chunks of
+    `loss_chunk` tokens; None: of a whole microbatch. `host_memory` is what ranks on CPUs do with freed memory; None: on
+    GPUs. `measured` has the time of each module, and `overhead` what a step takes besides; `run` has both as a run
+    measured them, from which a plan derives those of its own degrees.
 
     Units: `memory_limit` in bytes per rank, `measured` in seconds per microbatch.
     """

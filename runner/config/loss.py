@@ -59,12 +59,13 @@ class BalanceOptions:
 
     bias_rate: float = flag(
         "--router-bias-rate", type=Number(min=0), default=0.0, metavar="RATE",
+        show_default="0; for new weights, of reshard pack --init, 0.001 as DeepSeek-V3",
         help="Move e_score_correction_bias of routers by this after every step, up for experts with fewer tokens than "
-        "the mean; DeepSeek-V3 was trained with 0.001.",
+        "the mean.",
     )  # fmt: skip
     aux_loss: float = flag(
         "--router-aux-loss", type=Number(min=0), default=0.0, metavar="COEF",
-        help="Coefficient of the auxiliary load-balancing loss (router_aux_loss_coef of config.json).",
+        help="Coefficient of the auxiliary load-balancing loss; router_aux_loss_coef of config.json has no effect.",
     )  # fmt: skip
 
     @property

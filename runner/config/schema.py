@@ -171,8 +171,8 @@ class ComputeOptions:
     )  # fmt: skip
     recompute: Recompute = flag(
         "--ac", metavar="none|full|selective|N", default=defaults.RECOMPUTE, read=parse_recompute,
-        help="Activation checkpointing: none, every layer (full), all but matrix products (selective), or every Nth "
-        "layer.",
+        help="Activation checkpointing: none, every layer (full), all but matrix products and attention "
+        "(selective), or every Nth layer.",
     )  # fmt: skip
     loss_chunk: int | None = flag(
         "--loss-chunk", type=WholeNumber(min=1), metavar="N", default=None, show_default="a whole microbatch",

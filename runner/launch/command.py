@@ -85,8 +85,8 @@ def _read_job(context: click.Context, parameter: click.Parameter, path: Path | N
 @click.option(
     "--gpu-memory",
     metavar="SIZE",
-    help="Memory of each GPU, such as 80GB (which is 80GiB): refuse stages whose weights and optimizer state "
-    "exceed it, note those that exceed it with activations.",
+    help="Memory of each GPU, such as 80GB (which is 80GiB): refuse stages whose weights, gradients and optimizer "
+    "state exceed it, note those that exceed it with activations.",
 )
 @click.option(
     "--env", multiple=True, metavar="K[=V]", help="Environment variable for the ranks; without V, its value here."
