@@ -44,9 +44,9 @@ SUITES: dict[str, tuple[str, ...]] = {
 INTRODUCTION = """# Compatibility
 
 What was run, and on which releases: tests that passed, of those that ran, and their time on shared CPU cores, with
-gloo. torch 2.13.0, as in `constraints.txt`, has no column but one without torchtitan: `make test` runs everything on
-it. A suite without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on another one;
-this page is written from what it records in `bench/results/torch-*.json`.
+gloo. `make test` runs everything on torch 2.13.0, the release of `constraints.txt`; its column here is of runs without
+torchtitan. A suite without a figure (-) was not run on that release. `make test-torch TORCH=2.15.0` runs them on
+another one; this page is written from what it records in `bench/results/torch-*.json`.
 
 """
 LEGEND = """

@@ -23,7 +23,7 @@ from reshard.estimate.module_seconds import Hardware
 from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
 from reshard.layouts.spelling import parse_layout
 
-MARGIN = 0.9  # of the memory is planned: processes need up to 1.09 times their plan, see docs/layouts.md
+MARGIN = 0.9  # of the memory is planned: ranks need more than their plan, see docs/layouts.md
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")  # the fastest first
 _VIRTUAL = (1, 2, 3, 4, 5, 6, 8)
 _MOST_SOLVED = 2  # stages a rank for which the solver takes milliseconds
