@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -26,7 +26,7 @@ from reshard.tensors.lazy import WOULD_OVERFLOW, DerivedFile, read_together
 from stores.address import is_inside, is_url, place_of
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED, Blocks, InputFile
 from stores.folders.owned import FindOwned, files_of_manifest
-from stores.folders.publish import partial_of, publishing
+from stores.folders.publish import partial_of, publishing, reserving
 from stores.local import LocalFile
 from stores.open import Address
 
@@ -157,13 +157,14 @@ def open_target(
     force: bool,
     find_owned: FindOwned = files_of_manifest,
     wanted: Collection[str] = (),
+    is_reserved: bool = False,
 ) -> Iterator[Target]:
     """Yield a target to write `shards` to, which becomes the output when the block succeeds.
 
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
     cannot be resumed. With `force`, the files of a folder that `find_owned` returns are replaced in one step; in a
     bucket, it takes the place of an unfinished output. Other files that would be overwritten by the `wanted` ones are
-    refused.
+    refused. An output that `is_reserved` is in a place that the caller has locked.
     """
     key, begun = plan_key(shards), False
     wanted = {*wanted, *(shard.path for shard in shards)}
@@ -183,20 +184,27 @@ def open_target(
     def is_resumable(folder: Path) -> bool:
         return Journal(folder, key).has_work
 
+    reserved: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None)
+    if not is_reserved:
+        reserved = reserving(Path(out))
     try:
-        with publishing(
-            Path(out),
-            force=force,
-            find_owned=find_owned,
-            wanted=wanted,
-            outlives_errors=True,
-            is_resumable=is_resumable,
-        ) as folder:
+        with (
+            reserved as check_reserved,
+            publishing(
+                Path(out),
+                force=force,
+                find_owned=find_owned,
+                wanted=wanted,
+                outlives_errors=True,
+                is_resumable=is_resumable,
+            ) as folder,
+        ):
             journal, begun = Journal(folder, key), True
             keep_only(folder, {JOURNAL_NAME, *(shard.path for shard in shards)})
             journal.begin(wanted)
             with _discarded_if_fatal(journal.forget):
                 yield FolderTarget(folder, journal)
+            check_reserved()
     except BaseException as error:
         partial = partial_of(Path(out))
         if begun and Journal(partial, key).has_work:

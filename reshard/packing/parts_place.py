@@ -35,7 +35,7 @@ from reshard.copy.destination import FolderTarget, keep_only
 from reshard.tensors.lazy import MemoryFile
 from stores.base import Blocks, check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
-from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing
+from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing, reserving
 from stores.local import LocalFile
 from stores.objects.client import ObjectEntry, open_writable, remove_objects
 from stores.objects.output import SMALL_NBYTES
@@ -176,7 +176,7 @@ def _folders_of(manifest: Manifest) -> set[str]:
 
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
-_OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.partial)?/.+|moved\.json")
+_OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.lock|(\.partial)?/.+)|moved\.json")
 _MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, with their sizes
 
 
@@ -231,14 +231,17 @@ class FolderParts:
         names = set(files_in(merged.manifest))
         if self._force:
             check_not_a_step(self._out)
-        with publishing(
-            self._out,
-            force=self._force,
-            find_owned=files_of_manifest,
-            wanted=names,
-            is_resumable=lambda _: True,
-            outlives_errors=True,
-        ) as folder:
+        with (
+            reserving(self._out) as check_reserved,
+            publishing(
+                self._out,
+                force=self._force,
+                find_owned=files_of_manifest,
+                wanted=names,
+                is_resumable=lambda _: True,
+                outlives_errors=True,
+            ) as folder,
+        ):
             keep_only(folder, {*names, RECORD_NAME})
             self._move(merged, folder)
             self._check(merged, folder)
@@ -246,6 +249,7 @@ class FolderParts:
                 FolderTarget(folder).copy(INDEX_NAME, merged.index())
             write_manifest(folder, merged.manifest)
             write_file(self._base / _COMMIT_NAME, json.dumps(_identify(folder)).encode())
+            check_reserved()
         self._clear_away()
 
     def _move(self, merged: Merged, folder: Path) -> None:

@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -108,15 +108,24 @@ def open_locked(path: Path, flags: int) -> int | None:
 
 
 @contextlib.contextmanager
-def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[None]:
-    """Lock something for this process while the block runs; `path` is the lock file, whose folder exists."""
+def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[Callable[[], None]]:
+    """Lock something for this process while the block runs; `path` is the lock file, whose folder exists.
+
+    Yields a check that the lock was not taken over, as from a machine that was suspended for `stale_s`.
+    """
+    claimant = _Owner(doing=doing)
     with system_errors(where, f"{path} cannot be written", code="output.unwritable"):
-        descriptor = _acquire(path, _Owner(doing=doing), where, stale_s)
+        descriptor = _acquire(path, claimant, where, stale_s)
     ended = threading.Event()
     toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="lock heartbeat", daemon=True)
     toucher.start()
+
+    def check() -> None:
+        if (owner := _read_again(path)) is None or owner.nonce != claimant.nonce:
+            raise _in_use(where, owner)
+
     try:
-        yield
+        yield check
     finally:
         ended.set()
         toucher.join(_BEAT_S)  # a hanging disk may block it
@@ -144,7 +153,7 @@ def _acquire(path: Path, claimant: _Owner, where: str, stale_s: float) -> int:
                 os.close(descriptor)
                 continue
             _write(descriptor, claimant)
-            if _is_shared(path):
+            if is_shared(path):
                 time.sleep(_SETTLE_S)
                 if (winner := _read_again(path)) is not None and winner.nonce != claimant.nonce:
                     raise _in_use(where, winner)
@@ -246,8 +255,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _is_shared(path: Path) -> bool:
-    """Return whether several machines may share this file's disk, judging by the type of its file system."""
+def is_shared(path: Path) -> bool:
+    """Return whether several machines may share this path's disk, judging by the type of its file system."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError, ValueError):

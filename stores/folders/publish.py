@@ -11,7 +11,7 @@ from pathlib import Path
 
 from manifests.errors import DISK_FULL, InputError, OutputError, Parameter, refused_by_system, system_errors
 from manifests.store import sync_folder, write_file
-from stores.folders.lock import open_locked
+from stores.folders.lock import is_shared, locking, open_locked
 from stores.folders.owned import (
     RECORD_NAME,
     FindOwned,
@@ -22,7 +22,7 @@ from stores.folders.owned import (
     remove_tree,
     write_record,
 )
-from stores.folders.probe import check_writable
+from stores.folders.probe import check_writable, folder_of
 from stores.open import open_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -85,26 +85,45 @@ def publishing(
 
 
 @contextmanager
+def reserving(out: Path, suffix: str = "lock") -> Iterator[Callable[[], None]]:
+    """Keep other machines from writing `out` while the block runs, where its file system may be theirs, too.
+
+    The flock of `publishing` is one on a folder, and on NFS does not leave the machine. The lock file is beside `out`,
+    where a run with `--save` has its own. Yields a check that no other machine has taken it over, for right before the
+    commit.
+    """
+    if not is_shared(folder_of(out)):
+        yield lambda: None
+        return
+    path = partial_of(out).with_suffix(f".{suffix}")
+    with system_errors(out, "cannot be created", code="output.unwritable"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locking(path, str(out), "is writing to it") as check:
+        yield check
+
+
+@contextmanager
 def scratch_beside(out: Path, suffix: str, wanted: Collection[str]) -> Iterator[tuple[Path, int]]:
     """Yield an empty folder for the `wanted` files beside `out`, and the descriptor of its lock; remove it afterwards.
 
     A process that inherits the descriptor keeps the lock. What a killed process left in the folder is never used again.
     """
     folder = partial_of(out).with_suffix(f".{suffix}")
-    _make(folder, out)
-    lock = _lock(folder, out)
-    try:
-        check_ours(folder, lambda _: None, wanted=wanted)
+    with reserving(out, f"{suffix}.lock"):
+        _make(folder, out)
+        lock = _lock(folder, out)
         try:
-            with writing_to(str(folder)):
-                empty(folder)
-                write_record(folder, wanted)
-            yield folder, lock
+            check_ours(folder, lambda _: None, wanted=wanted)
+            try:
+                with writing_to(str(folder)):
+                    empty(folder)
+                    write_record(folder, wanted)
+                yield folder, lock
+            finally:
+                with suppress(OSError):
+                    remove_tree(folder)
         finally:
-            with suppress(OSError):
-                remove_tree(folder)
-    finally:
-        os.close(lock)
+            os.close(lock)
 
 
 def check_target(out: Path, force: bool, find_owned: FindOwned) -> None:
