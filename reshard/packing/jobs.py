@@ -2,7 +2,7 @@
 
 Slurm runs a job array of the parts, and a commit that depends on all of them. Kubernetes runs an indexed Job, each of
 whose pods packs a part; the first one waits for the records of all parts, and commits. A pod that is lost is started
-again, at most `_NUM_RETRIES` times for each part.
+again, at most `_NUM_RETRIES` times for each part; then the Job fails.
 
 Source: batch/v1 Job, "Job completion mode", "Backoff limit per index" (1.33) and "Pod failure policy" in Kubernetes'
 documentation.
@@ -167,6 +167,7 @@ class IndexedJob:
                 "completions": self.num_parts,
                 "parallelism": self.num_parts,
                 "backoffLimitPerIndex": _NUM_RETRIES,
+                "maxFailedIndexes": 0,  # otherwise the first pod would wait forever for the part that is lost
                 "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": mistake}]},
                 "template": {
                     "spec": {"restartPolicy": "Never", "containers": [container], "volumes": list(volumes.values())}

@@ -101,6 +101,7 @@ def test_job_of_kubernetes_has_a_pod_for_each_part(source: Path) -> None:
     kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert spec["maxFailedIndexes"] == 0  # the first pod waits for all parts
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert container["volumeMounts"] == [
