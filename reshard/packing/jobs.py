@@ -95,7 +95,8 @@ class SlurmArray:
     def _flags(self, after: str | None = None) -> list[str]:
         # Options are here as well as in the script, which SBATCH_ACCOUNT and the like in the environment override.
         words = [word for option in self.options for word in shlex.split(option)]
-        return [*words, *([f"--dependency=afterok:{after}"] if after else [])]
+        # Where a part has failed, its commit would stay in the queue forever.
+        return [*words, *([f"--dependency=afterok:{after}", "--kill-on-invalid-dep=yes"] if after else [])]
 
     def _parts_script(self) -> str:
         """Return the batch script of the parts; a part that is killed is resumed, here or after a requeue."""

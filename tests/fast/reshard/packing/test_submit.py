@@ -34,7 +34,8 @@ def test_dry_run_gives_commands_and_scripts_as_one_object(source: Path, tmp_path
     assert (told["version"], told["num_parts"]) == (1, 2)
     # On the command line, too: over the script's own options the environment's would win.
     assert told["parts"]["command"] == ["sbatch", "--parsable", *OPTIONS]
-    assert told["commit"]["command"] == ["sbatch", "--parsable", *OPTIONS, "--dependency=afterok:ARRAY_JOB_ID"]
+    after = ("--dependency=afterok:ARRAY_JOB_ID", "--kill-on-invalid-dep=yes")
+    assert told["commit"]["command"] == ["sbatch", "--parsable", *OPTIONS, *after]
     again = told["parts"]["script"].replace(" --json --part", " --part")
     commands = [" ".join(told[job]["command"]) for job in ("parts", "commit")]
     assert f"$ {commands[0]}\n{again}\n$ {commands[1]}\n{told['commit']['script']}" == text
@@ -51,9 +52,9 @@ def test_submission_gives_the_numbers_of_both_jobs_as_one_object(source: Path, t
     done = subprocess.run(
         [*command, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=60
     )
-    assert json.loads(done.stdout) == {"version": 1, "num_parts": 2, "parts": {"job": "13"}, "commit": {"job": "14"}}
+    assert json.loads(done.stdout) == {"version": 1, "num_parts": 2, "parts": {"job": "13"}, "commit": {"job": "15"}}
     assert "#SBATCH --array=1-2\n" in (tmp_path / "3.sh").read_text()
-    assert "-P -m reshard commit" in (tmp_path / "4.sh").read_text()
+    assert "-P -m reshard commit" in (tmp_path / "5.sh").read_text()
 
 
 def test_sizes_reach_parts_as_they_are(source: Path, tmp_path: Path) -> None:
