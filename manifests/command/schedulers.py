@@ -7,13 +7,14 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manifests.command.interpreter import safe_environment
 from manifests.errors import InputError, LaunchError, UsageError
 
 _LIMIT_S = 60
+_SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # the user's, or the site's
 _SILENT = "launch.scheduler-silent"
 
 
@@ -32,7 +33,7 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
         done = subprocess.run(
             command, input=standard_input, capture_output=True, text=True, timeout=limit_s,
             errors="surrogateescape",  # names of files need not be UTF-8
-            env=safe_environment(),  # a job gets the environment of sbatch
+            env=_outside_jobs(safe_environment()),  # a job gets the environment of sbatch
         )  # fmt: skip
     except FileNotFoundError as error:
         hint = "run this on a login node, where Slurm's commands are installed"
@@ -46,6 +47,20 @@ def run_slurm(command: Sequence[str], standard_input: str = "", *, limit_s: floa
         message = " ".join(done.stderr.split()).removeprefix(f"{where}: error: ")
         raise LaunchError(where, message or f"exited with code {done.returncode}", code="launch.scheduler-failed")
     return done.stdout
+
+
+def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without what Slurm has set for the job that this process is in, as an interactive one.
+
+    srun takes it for flags: a job that is submitted there would get that job's GPUs, CPUs and memory for its ranks.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return dict(environment)
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(("SLURM_", "SLURMD_", "SRUN_")) or name in _SETTINGS
+    }
 
 
 def submit_to_slurm(flags: Sequence[str], script: str, name: str) -> str:

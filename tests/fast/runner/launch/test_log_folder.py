@@ -202,6 +202,24 @@ def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
     assert script == launch(packed, log, *flags, "--dry-run").stdout
 
 
+@pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}])
+def test_job_has_nothing_of_the_job_in_which_it_is_submitted(
+    job: dict[str, str], place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Source: srun(1), "INPUT ENVIRONMENT VARIABLES": SLURM_GPUS_PER_NODE is --gpus-per-node."""
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES")
+    put_program(place, "sbatch", f"export -p > {place}/exported; echo 8")
+    theirs = {"SLURM_GPUS_PER_NODE": "1", "SLURM_CPU_BIND": "mask_cpu:0x1", **job}
+    ours = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_QOS": "high", "HF_HOME": "/hub"}
+    for name, value in {**theirs, **ours}.items():
+        monkeypatch.setenv(name, value)
+    done = launch(packed, place / "log")
+    assert done.exception is None, done.exception
+    names = {line.split()[-1].partition("=")[0] for line in (place / "exported").read_text().splitlines()}
+    assert ours.keys() <= names
+    assert names.isdisjoint(theirs) if job else theirs.keys() <= names
+
+
 def test_names_that_are_not_utf_8_reach_the_script_as_they_are(place: Path, packed: Path) -> None:
     put_program(place, "scontrol", "echo PartitionName=main Default=YES")
     put_program(place, "sbatch", f'while read -r line; do echo "$line"; done > {place}/script; echo 8')
