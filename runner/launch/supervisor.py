@@ -185,6 +185,8 @@ class _Supervisor:
             **safe_environment(self._environment),
             "PET_MASTER_ADDR": self._first_node(),
             "PET_MASTER_PORT": str(port),
+            # What srun exits with where no rank has failed but Slurm, as at a node that does not answer: 1 is a bug.
+            "SLURM_EXIT_ERROR": str(RankError.exit_code),
         }
         if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
             environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])

@@ -116,6 +116,12 @@ def test_ranks_get_the_scripts_environment_where_a_site_submits_jobs_without_one
     assert supervise(tmp_path, does, environment={"SLURM_EXPORT_ENV": "NONE"}).code == 0
 
 
+def test_ranks_that_srun_could_not_start_are_restarted(tmp_path: Path) -> None:
+    """Source: srun(1), SLURM_EXIT_ERROR: the exit code of Slurm's own errors, by default 1."""
+    ended = supervise(tmp_path, "[ $attempt = 2 ] || exit ${{SLURM_EXIT_ERROR:-1}}", "--restarts", "1")
+    assert (ended.code, len(ended.attempts)) == (0, 2)
+
+
 def test_restart_that_leaves_no_newer_checkpoint_is_the_last_one(tmp_path: Path) -> None:
     ended = supervise(tmp_path, f"[ $attempt = 1 ] && {{{{ {SAVES} }}}}; {LOSES}", "--restarts", "5")
     assert (ended.code, len(ended.attempts)) == (LOST, 2)
