@@ -100,7 +100,10 @@ def find_state(record: JobRecord, log_dir: Path) -> JobState:
     conditions = shown.get("status", {}).get("conditions", [])
     true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
     word = next((word for word in ("Completed", "Failed", "Suspended") if word in true), "Running")
-    return JobState(word=word, exit_code={"Completed": 0, "Failed": 5}.get(word))
+    code = 0 if word == "Completed" else None
+    if word == "Failed":
+        code = code_of_state(read_state(log_dir)) or 5  # a JobSet has no exit codes
+    return JobState(word=word, exit_code=code)
 
 
 def use_of(record: JobRecord, log_dir: Path) -> str | None:

@@ -80,6 +80,16 @@ def test_log_folder_of_a_job_that_runs_is_not_given_to_another(
     assert not (log / "state.json").exists()
 
 
+def test_job_that_failed_has_the_exit_code_of_its_ranks(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert launch(packed, log)[0] == 0
+    cluster.jobsets["tiny"]["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
+    for state, code in ((None, 5), ({"ended": "failed", "code": 3}, 3), ({"ended": "done"}, 5)):
+        if state is not None:
+            (log / "state.json").write_text(json.dumps({"version": 1, "step": 0, **state}))
+        assert json.loads(runner("status", log, "--json").stdout)["exit_code"] == code
+
+
 def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
     cluster: Kubernetes, packed: Path, tmp_path: Path
 ) -> None:
