@@ -58,6 +58,8 @@ from stores.objects.output import ObjectTarget, open_output
 from stores.open import open_store
 from stores.versions import check_chain, numbers_in
 
+_PATIENCE_S = 30.0  # with another publisher, or a prune of the chain
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
@@ -111,6 +113,7 @@ class Publisher(InFlight[PublishReport]):
             self._files = _files_of(context, NAMES[FLAG_DTYPES[options.dtype]]) if dist.get_rank() == 0 else {}
         self._file_digests = {name: digest_bytes(data) for name, data in self._files.items()}
         self._replicas = replicas_elsewhere(context.manifest.ties)
+        self._patience_s = min(_PATIENCE_S, timeout.total_seconds() / 4)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         state, untrained = self._chosen(weights), shape.untrained_suffixes
         self._shards = {
@@ -220,7 +223,9 @@ class Publisher(InFlight[PublishReport]):
                 numbers = numbers_in(store := open_store(self._chain))
             else:
                 Path(self._chain).mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locking(Path(self._chain) / LOCK_NAME, self._chain, "publishes weights there"))
+                lock = Path(self._chain) / LOCK_NAME
+                doing, patience_s = "publishes weights there", self._patience_s
+                stack.enter_context(locking(lock, self._chain, doing, patience_s=patience_s))
                 numbers = numbers_in(store := LocalFolder(Path(self._chain)))
             number = (numbers[-1] if numbers else 0) + 1
             bases = numbers[-1:] if self._has_trained else numbers[::-1]

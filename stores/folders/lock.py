@@ -29,6 +29,7 @@ from manifests.errors import InputError, LaunchError, system_errors
 _BEAT_S = 5.0
 _STALE_S = 60.0
 _SETTLE_S = 2.0
+_ASK_AGAIN_S = 0.1
 _UNNAMED_S = 2.0  # within which the process that got the flock has written its name
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs", "9p")
@@ -108,14 +109,18 @@ def open_locked(path: Path, flags: int) -> int | None:
 
 
 @contextlib.contextmanager
-def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) -> Iterator[Callable[[], None]]:
+def locking(
+    path: Path, where: str, doing: str, *, stale_s: float = _STALE_S, patience_s: float = 0.0
+) -> Iterator[Callable[[], None]]:
     """Lock something for this process while the block runs; `path` is the lock file, whose folder exists.
+
+    What another process has locked is waited for as long as `patience_s`.
 
     Yields a check that the lock was not taken over, as from a machine that was suspended for `stale_s`.
     """
     claimant = _Owner(doing=doing)
     with system_errors(where, f"{path} cannot be written", code="output.unwritable"):
-        descriptor = _acquire(path, claimant, where, stale_s)
+        descriptor = _acquire_in_time(path, claimant, where, stale_s, patience_s)
     ended = threading.Event()
     toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="lock heartbeat", daemon=True)
     toucher.start()
@@ -133,6 +138,17 @@ def locking(path: Path, where: str, doing: str, *, stale_s: float = _STALE_S) ->
             if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
                 path.unlink()
         os.close(descriptor)
+
+
+def _acquire_in_time(path: Path, claimant: _Owner, where: str, stale_s: float, patience_s: float) -> int:
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return _acquire(path, claimant, where, stale_s)
+        except LaunchError:
+            if time.monotonic() >= deadline_s:
+                raise
+        time.sleep(_ASK_AGAIN_S)
 
 
 def _acquire(path: Path, claimant: _Owner, where: str, stale_s: float) -> int:

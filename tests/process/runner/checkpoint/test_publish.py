@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import reshard
 from manifests.errors import InputError, OutputError
+from manifests.versions import LOCK_NAME
+from stores.folders.lock import locking
 from stores.objects.output import open_output
 from tests.builders import INDEX, files_in, pack, run
 from tests.fast.reshard.delta import slime_decoder
@@ -145,6 +148,21 @@ def test_chain_in_a_bucket(packed: Path, tmp_path: Path, moto: MotoServer, monke
         other.abort()
     assert moto.objects(BUCKET, "published/") == before
     assert not [key for key in before if name in key or ".reshard" in key]
+
+
+def test_run_waits_for_another_process_that_publishes_to_its_chain(packed_alone: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "chain").mkdir()
+    options = (*FLAGS, *RATE, "--steps", "1", "--publish", tmp_path / "chain")
+    with ThreadPoolExecutor(1) as pool:
+        with locking(tmp_path / "chain" / LOCK_NAME, "chain", "prunes it"):
+            launched = pool.submit(forked_runner, "launch", packed_alone, "--log-dir", log, "--", *options)
+            while not (log / "metrics.jsonl").exists() or "loss" not in (log / "metrics.jsonl").read_text():
+                assert not launched.done(), launched.result().stderr
+                time.sleep(0.05)
+            time.sleep(1)
+        assert launched.result().returncode == 0, launched.result().stderr
+    assert versions(tmp_path / "chain") == [(1, None)]
 
 
 @pytest.mark.slow
