@@ -318,7 +318,7 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
     from runner.launch.run_folder import claim_log_dir
     from runner.launch.schedulers.table import cluster_of
     from runner.launch.verbs import follow_job
-    from runner.rundir.records import clear_state, make_log_dir, write_job_record
+    from runner.rundir.records import make_log_dir
 
     cluster = cluster_of(scheduler)
     rendered = cluster.render(job)
@@ -330,8 +330,7 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
         run.begin()
         record = cluster.submit(job)
         try:
-            clear_state(job.log_dir)  # of the job before
-            write_job_record(job.log_dir, record)
+            run.record(record)
         except BaseException as stopped:  # the next launch would not know of it
             try:
                 cluster.cancel(record, is_forced=False)

@@ -16,7 +16,7 @@ from runner.launch.schedulers.local import record_here
 from runner.launch.supervisor import stopping
 from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT
-from runner.rundir.records import clear_state, make_log_dir, write_job_record
+from runner.rundir.records import make_log_dir
 
 
 def launch_here(
@@ -42,8 +42,7 @@ def launch_here(
         if run is not None:
             with claim_log_dir(run.path):
                 run.begin()
-                clear_state(run.path)  # of the job before
-                write_job_record(run.path, record_here(run.path, run.name))
+                run.record(record_here(run.path, run.name))
         if not quiet:
             ranks = "1 rank" if nproc_per_node == 1 else f"{nproc_per_node} ranks"
             click.echo(f"starting {ranks}" + (f"; log in {run.path}" if run is not None else ""), err=True)

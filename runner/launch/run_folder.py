@@ -37,10 +37,12 @@ from runner.rundir.records import (
     RUN_NAME,
     SKEWED_S,
     JobRecord,
+    clear_state,
     link_latest,
     read_job_record,
     read_run_record,
     versions,
+    write_job_record,
     write_run_record,
 )
 from stores.folders.lock import locking
@@ -72,6 +74,11 @@ class RunFolder:
             run = dict(run) if run else self._new()
             run["launches"] = [*run.get("launches", ()), self._launch()]
             write_run_record(self.path, run)
+
+    def record(self, job: JobRecord) -> None:
+        """Put the job that was launched on record, in place of the one before: now it is the latest."""
+        clear_state(self.path)
+        write_job_record(self.path, job)
         if self.is_chosen:
             link_latest(self.path)
 

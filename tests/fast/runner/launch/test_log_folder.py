@@ -202,6 +202,23 @@ def test_sbatch_is_told_all_on_its_command_line_where_nothing_overrules_it(
     assert script == launch(packed, log, *flags, "--dry-run").stdout
 
 
+def test_job_that_is_not_submitted_is_not_the_latest(
+    place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    put_program(place, "scontrol", "echo PartitionName=main Default=YES")
+    asked = ["launch", str(packed), "--scheduler", "slurm", "--", "--data", "synthetic"]
+    put_program(place, "sbatch", "echo 8")
+    assert CliRunner().invoke(cli, asked).exception is None
+    latest = Path("runner-log/latest").resolve()
+    put_program(place, "sbatch", "echo 'sbatch: error: Invalid account' >&2; exit 1")
+    error = CliRunner().invoke(cli, asked).exception
+    assert isinstance(error, UserError)
+    assert error.code == "launch.scheduler-failed"
+    assert Path("runner-log/latest").resolve() == latest
+    assert read_job_record(latest).id == "8"
+
+
 @pytest.mark.parametrize("job", [{}, {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}])
 def test_job_has_nothing_of_the_job_in_which_it_is_submitted(
     job: dict[str, str], place: Path, packed: Path, monkeypatch: pytest.MonkeyPatch

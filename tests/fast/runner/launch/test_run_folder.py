@@ -14,7 +14,7 @@ from runner.commands import cli
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.report.read import read_run
-from runner.rundir.records import config_of, find_run, note_resolved, read_run_record, run_id
+from runner.rundir.records import JobRecord, config_of, find_run, note_resolved, read_run_record, run_id
 from tests.builders import llama_config, pack, write_model
 
 PARTS = {key: [0.25] for key in ("data_s", "compute_s", "communication_s", "bubble_s")}
@@ -35,7 +35,10 @@ def options(*words: str) -> TrainOptions:
 def begin(path: Path, *words: str, is_chosen: bool = False) -> dict[str, Any]:
     asked = options(*words)
     path.mkdir(parents=True, exist_ok=True)
-    RunFolder(path=path, name="tiny", manifest="/m", digest="d", options=asked, is_chosen=is_chosen).begin()
+    run = RunFolder(path=path, name="tiny", manifest="/m", digest="d", options=asked, is_chosen=is_chosen)
+    run.begin()
+    if is_chosen:
+        run.record(JobRecord(scheduler="slurm", id="7", name="tiny", output=""))
     found: dict[str, Any] = json.loads((path / "run.json").read_text())
     return found
 
