@@ -88,7 +88,10 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     """Read the headers of a described manifest that its `bundles` have not read yet; see `open_packed`."""
     where, manifest, record = str(described.read), described.read.manifest, described.record
     if has_adapters(manifest):
-        hint = "merge the PEFT folder of runner launch --save into the base: reshard merge BASE ADAPTER"
+        hint = (
+            "resume it on any layout of the base: runner launch BASE -- --resume DIR; or merge the PEFT folder of "
+            "runner launch --save into the base: reshard merge BASE ADAPTER"
+        )
         raise ManifestError(
             where, "has adapters alone, of a base that it refers to", hint, code="manifest.adapters-alone"
         )
