@@ -27,6 +27,7 @@ from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
+from runner.config.optimizers import check_copies
 from runner.config.parallel_dims import is_sharded
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
@@ -218,6 +219,8 @@ def _begin(
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)
         ties = ties_of(family, stages)
+        assert options.optim.plan is not None, "made of what the checkpoint stores and the flags"
+        check_copies(options.optim.plan, launched.shape, map(names_of, ties))
         trains = trained_by(options, map(names_of, ties))
         dtypes = dict[str, torch.dtype]()
         if options.train_only:

@@ -6,7 +6,7 @@ No torch: classes are looked up in `runner.training.algorithms`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from manifests.errors import CheckpointError, UsageError
@@ -72,6 +72,20 @@ def check_flags_are_used(plan: OptimizerState, given: Iterable[str], optimizer: 
 
 def numbers_of(optimizer: OptimizerState, shape: ModelShape) -> GroupNumbers:
     return GroupNumbers(optimizer.groups, shape.ties)
+
+
+def check_copies(optimizer: OptimizerState, shape: ModelShape, ties: Iterable[Sequence[str]]) -> None:
+    """Refuse groups that have a weight and a copy apart, such as that of an MTP layer, which no manifest ties.
+
+    A run steps both as one, and readers of its checkpoints look for the state of either in its group.
+    """
+    numbers = numbers_of(optimizer, shape)
+    for owner, *copies in ties:
+        for fqn in copies:
+            if (number := numbers.of(fqn)) != numbers.of(owner):
+                problem = f"is in group {number}, and {owner}, of which it is a copy, in group {numbers.of(owner)}"
+                hint = "let the patterns of one group match both"
+                raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
 
 
 def describe_groups(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.builders import pack
 from tests.process.runner.pipeline.mtp_oracle import FLAGS, config_of, random_weights
-from tests.process.runner.training_jobs import job, lines_of, run_jobs
+from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -56,6 +56,25 @@ def test_checkpoint_resumes_at_another_degree(place: Path) -> None:
     resumed = [of_step for number in range(1, len(hops) + 1) for of_step in losses(place, f"hop {number}")]
     assert len(set(resumed)) == STEPS  # the weights move
     assert resumed == [pytest.approx(of_step, rel=1e-6) for of_step in losses(place, "whole")]
+
+
+GROUPS = """
+[[group]]
+algorithm = "sgd"
+patterns = ["model.embed_tokens.weight"%s]
+[[group]]
+algorithm = "adamw"
+"""
+
+
+def test_copies_of_a_weight_are_in_its_parameter_group(place: Path) -> None:
+    for name, copy in (("apart", ""), ("together", ', "*.embed_tokens.weight"')):
+        (place / f"{name}.toml").write_text(GROUPS % copy)
+    flags = ("--checkpoint", place / "grouped", "--optimizer")
+    run_jobs(1, [train(place, name, LAYOUTS[0], 1, *flags, place / f"{name}.toml") for name in ("apart", "together")])
+    copy = "model.layers.4.embed_tokens.weight"
+    assert f"error: options.optimizer-pattern at rank 0: --optimizer: {copy}\n" in said(place / "log-apart")
+    pack(place / "grouped" / "step-000001", place / "packed again", "pp=1")
 
 
 def test_frozen_norm_is_lent_in_the_dtype_of_the_files(place: Path) -> None:
