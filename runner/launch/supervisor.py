@@ -26,8 +26,19 @@ from manifests.errors import RankError, UnreachableError, UserError
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
+from runner.launch.schedulers.slurm import use_of
 from runner.rundir.exit_report import code_of
-from runner.rundir.records import STATE_NAME, RunState, clear_state, read_state, write_state
+from runner.rundir.records import (
+    JOB_NAME,
+    STATE_NAME,
+    JobRecord,
+    RunState,
+    clear_state,
+    read_job_record,
+    read_state,
+    write_job_record,
+    write_state,
+)
 
 logger = logging.getLogger("runner")
 SHUTDOWN_S = 30  # ranks are killed so long after the time that a checkpoint may take
@@ -116,6 +127,7 @@ class _Supervisor:
             raise
 
     def _run(self, restarts: int, *, requeue: bool) -> int:
+        self._put_on_record()
         former, attempt = read_state(self._options.log_dir), 0
         while True:
             before = self._newest_step()
@@ -149,6 +161,22 @@ class _Supervisor:
                     start = "the newest checkpoint" if action.step is None else f"step {action.step}"
                     logger.info("attempt %d of %d exited with code %d; restarting all ranks from %s",
                                 attempt, restarts + 1, code, start)  # fmt: skip
+
+    def _put_on_record(self) -> None:
+        """Record this job in its log folder if its launcher has not: sbatch may have given it no answer.
+
+        Another one on record there that has not ended stays.
+        """
+        log_dir, number = self._options.log_dir, str(self._job)
+        name, output = self._environment.get("SLURM_JOB_NAME", ""), f"{log_dir.resolve()}/slurm-{number}.out"
+        try:
+            if (log_dir / JOB_NAME).exists():
+                record = read_job_record(log_dir)
+                if record.scheduler == "slurm" and (record.id == number or use_of(record, log_dir)):
+                    return
+            write_job_record(log_dir, JobRecord(scheduler="slurm", id=number, name=name, output=output))
+        except (UserError, OSError) as error:
+            logger.error("note: %s", error)
 
     def _give_up(self, code: int, why: str, last: RunState | None) -> int:
         """Report why no attempt follows, in the log and in `runner status`, with the error that ended the last one."""

@@ -116,6 +116,25 @@ def test_ranks_get_the_scripts_environment_where_a_site_submits_jobs_without_one
     assert supervise(tmp_path, does, environment={"SLURM_EXPORT_ENV": "NONE"}).code == 0
 
 
+@pytest.mark.parametrize(
+    ("former", "state", "is_recorded"),
+    [(None, "RUNNING", True), ("6", "FAILED", True), ("6", "RUNNING", False), ("7", "RUNNING", False)],
+)
+def test_job_that_its_launcher_did_not_hear_of_is_on_record(
+    former: str | None, state: str, is_recorded: bool, tmp_path: Path
+) -> None:
+    job, output = tmp_path / "log" / "job.json", f"{tmp_path}/log/slurm-%s.out"
+    if former is not None:
+        job.parent.mkdir()
+        theirs = {"scheduler": "slurm", "id": former, "name": "theirs", "output": output % former}
+        job.write_text(json.dumps(theirs))
+    shows = f"JobState={state} Reason=None"
+    assert supervise(tmp_path, ":", shows=shows, environment={"SLURM_JOB_NAME": "tiny"}).code == 0
+    record = json.loads(job.read_text())
+    number, name = ("7", "tiny") if is_recorded else (former, "theirs")
+    assert (record["id"], record["name"], record["output"]) == (number, name, output % number)
+
+
 def test_ranks_that_srun_could_not_start_are_restarted(tmp_path: Path) -> None:
     """Source: srun(1), SLURM_EXIT_ERROR: the exit code of Slurm's own errors, by default 1."""
     ended = supervise(tmp_path, "[ $attempt = 2 ] || exit ${{SLURM_EXIT_ERROR:-1}}", "--restarts", "1")
