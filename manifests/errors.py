@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import operator
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, SupportsIndex
@@ -257,12 +257,17 @@ def check_choice(parameter: Parameter, value: object, allowed: Collection[str]) 
 
 
 def as_int(value: object) -> object:
-    """Return an integer of any type, such as NumPy's, as an int, and anything else as it is."""
-    return operator.index(value) if isinstance(value, SupportsIndex) else value
+    """Return an integer of any type, such as NumPy's, as an int, and anything else as it is, True included."""
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with suppress(TypeError):  # of an array
+            return operator.index(value)
+    return value
 
 
-def check_count(parameter: Parameter, value: object, *, least: int = 1, most: int | None = None) -> None:
-    """Raise UsageError unless the value is an integer from `least` to `most`."""
-    if type(value) is not int or value < least or (most is not None and value > most):
-        problem = f"expected a number from {least} {'up' if most is None else f'to {most}'}, found {str(value)[:80]}"
+def check_count(parameter: Parameter, value: object, *, least: int = 1, most: int | None = None) -> int:
+    """Return an integer of any type as an int; raise UsageError unless it is one from `least` to `most`."""
+    count = as_int(value)
+    if type(count) is not int or count < least or (most is not None and count > most):
+        problem = f"expected a number from {least} {'up' if most is None else f'to {most}'}, found {repr(value)[:80]}"
         raise UsageError(parameter, problem, code="options.invalid-value")
+    return count

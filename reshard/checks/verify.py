@@ -200,7 +200,7 @@ def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:
 def _indices(stages: object) -> frozenset[int]:
     indices = tuple(map(as_int, stages)) if isinstance(stages, Iterable) else (stages,)
     numbers = [index for index in indices if type(index) is int]
-    if not isinstance(stages, Iterable) or len(numbers) < len(indices):
+    if not isinstance(stages, Iterable) or not indices or len(numbers) < len(indices):
         problem = f"expected indices of stages, such as [0, 1], found {str(stages)[:80]}"
         raise UsageError(Parameter("stages"), problem, code="options.invalid-value")
     return frozenset(numbers)

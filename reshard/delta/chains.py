@@ -156,7 +156,7 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
         >>> reshard.prune_delta("chain", keep=3).removed
         ()
     """
-    check_count(Parameter("keep"), keep)
+    keep = check_count(Parameter("keep"), keep)
     opened = open_versions(chain)
     oldest = opened.numbers[-min(keep, len(opened.numbers))]
     first = opened.line(oldest)[0].number

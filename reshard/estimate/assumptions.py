@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from manifests.command import defaults
-from manifests.errors import InputError, Parameter, UsageError, check_choice, check_count
+from manifests.errors import InputError, Parameter, UsageError, as_int, check_choice, check_count
 from manifests.models.training import ContextMethod, HostMemory, Recompute
 from manifests.module_times import MOST_MEASURED, MeasuredTimes, ModuleTime, StepTime
 from manifests.optimizer_groups import PRESETS
@@ -72,6 +72,10 @@ class Assumptions:
     measured: Mapping[str, ModuleTime] | None = None
     overhead: StepTime | None = None
     run: MeasuredTimes | None = None
+
+    def __post_init__(self) -> None:
+        for name in (*_COUNTS, "recompute"):  # JSON has no integers of NumPy
+            object.__setattr__(self, name, as_int(getattr(self, name)))
 
     @property
     def num_per_stage(self) -> int:

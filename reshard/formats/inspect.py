@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
 from manifests.brief import brief
-from manifests.errors import CheckpointError, Parameter, UsageError, check_choice
+from manifests.errors import CheckpointError, Parameter, UsageError, as_int, check_choice
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import MOMENTS, WEIGHTS, Holds, Layout, Manifest, Stage
@@ -81,11 +81,11 @@ class PackedModel:
         Raises:
             UsageError: there is no such stage (`options.unknown-stage`).
         """
-        num_stages = len(self.manifest.stages)
-        if type(index) is not int or not 0 <= index < num_stages:
+        number, num_stages = as_int(index), len(self.manifest.stages)
+        if type(number) is not int or not 0 <= number < num_stages:
             problem = f"expected a stage from 0 to {num_stages - 1}, found {index!r}"
             raise UsageError("index", problem, "stages are numbered from 0", code="options.unknown-stage")
-        return PackedStage(model=self, info=self.manifest.stages[index])
+        return PackedStage(model=self, info=self.manifest.stages[number])
 
     @cached_property
     def config(self) -> Mapping[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from manifests.errors import Parameter, as_int, check_count
+from manifests.errors import Parameter, check_count
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart
 from reshard.copy.engine import WriteOptions
@@ -177,7 +177,6 @@ def pack(
         >>> reshard.pack("model-pp2", "model-pp4", "pp=4").num_stages
         4
     """
-    check_count(Parameter("max_shard_nbytes"), as_int(max_shard_nbytes))
     options = PackOptions(
         out=output_address(out),
         layout=LayoutRequest(spec=layout, num_ranks=pp),
@@ -187,7 +186,7 @@ def pack(
         virtual=virtual,
         stages=stages,
         part=parse_part(part) if isinstance(part, str) else part,
-        max_shard_nbytes=int(max_shard_nbytes),
+        max_shard_nbytes=check_count(Parameter("max_shard_nbytes"), max_shard_nbytes),
         init=init,
         force=force,
         write=WriteOptions(io=io, sync=sync, parallelism=parallelism or Parallelism()),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
-from manifests.errors import Parameter, UsageError, as_int, check_count
+from manifests.errors import Parameter, UsageError, check_count
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
@@ -48,9 +48,8 @@ class LayoutRequest:
         if not isinstance(self.spec, str | None):
             problem = f"expected text, found {shorten(repr(self.spec))}"
             raise UsageError(Parameter("layout"), problem, "pass one such as 'pp=2'", code="options.invalid-value")
-        object.__setattr__(self, "num_ranks", as_int(self.num_ranks))  # JSON has no integers of NumPy
-        if self.num_ranks is not None:
-            check_count(Parameter("pp"), self.num_ranks)
+        if self.num_ranks is not None:  # JSON has no integers of NumPy
+            object.__setattr__(self, "num_ranks", check_count(Parameter("pp"), self.num_ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -238,8 +237,8 @@ def layout(
         >>> plan.stages[1][-1], plan.placement.num_ranks
         ('lm_head', 2)
     """
-    check_count(Parameter("layers"), layers, most=MAX_LAYERS)
-    check_count(Parameter("mtp"), mtp, least=0, most=MAX_LAYERS)
+    layers = check_count(Parameter("layers"), layers, most=MAX_LAYERS)
+    mtp = check_count(Parameter("mtp"), mtp, least=0, most=MAX_LAYERS)
     costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
     lone = _read(LayoutRequest(spec=spec, num_ranks=pp), inventory_of_layers(layers, mtp), costs)
     if measured and not balances_time(spec):

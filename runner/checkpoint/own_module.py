@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from manifests.digest import digest_bytes
-from manifests.errors import CheckpointError, ModelError, Parameter, RankError, UsageError, as_int, check_count
+from manifests.errors import CheckpointError, ModelError, Parameter, RankError, UsageError, check_count
 from manifests.models import module_of
 from manifests.schema import (
     MOMENTS,
@@ -111,7 +111,7 @@ def save_stages(
             check_local("out", out)
             check_naming(name_of, adapter)
             for name, count in ("step", step), ("num_tokens", num_tokens):
-                check_count(Parameter(name), as_int(count), least=0)
+                check_count(Parameter(name), count, least=0)
             packed, stages = open_stages(manifest, rank)
             states = [_states_of(module, optimizer, step) for module in models]
         if adapter is not None:  # it converts whole tensors, which all ranks of a mesh gather

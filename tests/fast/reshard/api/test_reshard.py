@@ -61,6 +61,36 @@ def test_integers_of_numpy_and_paths_of_other_classes_are_taken(model: Path, tmp
     assert Path(packed.path) == tmp_path / "out" / "manifest.json"
     stages: Any = {np.int64(1)}
     assert reshard.verify(tmp_path / "out", stages=stages) == reshard.verify(tmp_path / "out", stages={1})
+    opened = reshard.open(tmp_path / "out")
+    assert opened.stage(pp - 1).info == opened.stage(1).info
+    two = reshard.Assumptions(microbatch=2, recompute=2, seq_len=128)
+    numpys = reshard.Assumptions(microbatch=pp, recompute=pp, seq_len=cast(Any, np.int16(128)))
+    planned = reshard.plan(model, "pp=2", assumed=numpys)
+    assert planned.forecast == reshard.plan(model, "pp=2", assumed=two).forecast
+    assert type(planned.forecast.assumed.microbatch) is int
+    assert reshard.layout("pp=2", layers=2 * pp, mtp=pp) == reshard.layout("pp=2", layers=4, mtp=2)
+
+
+@pytest.mark.parametrize("value", [True, np.array([2, 3]), torch.tensor(2.0), "2", np.float64(2.0)], ids=repr)
+def test_what_is_no_integer_is_refused(value: Any, model: Path) -> None:
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: reshard.layout("pp=2", layers=value),
+        lambda: reshard.plan(model, "1*2,2*2", pp=value),
+        lambda: reshard.plan(model, "pp=2", assumed=reshard.Assumptions(microbatch=value)),
+    )
+    for call in calls:
+        with pytest.raises(reshard.UsageError) as refused:
+            call()
+        assert refused.value.code == "options.invalid-value"
+
+
+def test_no_stage_to_verify_is_refused(model: Path, tmp_path: Path) -> None:
+    reshard.pack(model, tmp_path / "out", "pp=2")
+    stages: tuple[Any, ...] = ([], set(), iter(()), 1, [True])
+    for some in stages:
+        with pytest.raises(reshard.UsageError) as refused:
+            reshard.verify(tmp_path / "out", stages=some)
+        assert (refused.value.where, refused.value.code) == ("stages", "options.invalid-value")
 
 
 def test_state_dict_has_the_bytes_that_safetensors_reads(model: Path, tmp_path: Path) -> None:
