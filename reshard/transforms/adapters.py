@@ -10,7 +10,6 @@ as it was: see Note [Encoders].
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -45,6 +44,7 @@ _TRANSPOSED = ("GptOssForCausalLM", "OpenAIPrivacyFilterForTokenClassification",
 _CONV1D = ("GPT2LMHeadModel", "OpenAIGPTLMHeadModel")  # peft goes by the module, whatever fan_in_fan_out says
 _EXPERTS_IN_FILES = (("", ""), (".mlp.experts", ".block_sparse_moe.experts"))
 _INSIDE = ".base_layer"
+_BY_PEFT = "merge it with peft's merge_and_unload"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def open_adapter(location: str) -> Adapter:
             halves[half][name.removesuffix((LORA_A, LORA_B)[half])] = tensor
         elif ".lora_" in name or half is not None:
             problem = f"{name} is not a matrix of an adapter of linear modules or experts"
-            raise SourceError(str(file), problem, code="source.adapter-kind")
+            raise SourceError(str(file), problem, _BY_PEFT, code="source.adapter-kind")
         else:
             saved[name.replace(".modules_to_save", "")] = tensor
     a, b = halves
@@ -209,7 +209,7 @@ def _fitted(adapter: Adapter, target: str, term: Term, base: TensorAt, num_parts
 
 def _replacement(adapter: Adapter, tensor: TensorAt, base: TensorAt | None) -> TensorAt:
     name = tensor.name.removeprefix(PEFT_PREFIX).replace(".modules_to_save", "")
-    if not any(re.search(rf"(^|\.){re.escape(module)}(\.|$)", name) for module in adapter.config.saved):
+    if not any(f"{module}." in name for module in adapter.config.saved):  # ends of names: `norm` is each layernorm, too
         raise _other(adapter, f"has {name}, which modules_to_save of {PEFT_CONFIG} does not name")
     if base is None or base.shape != tensor.shape or not {base.dtype, tensor.dtype} <= FLOATS:
         shown = "no such tensor" if base is None else f"it as {base.dtype} {list(base.shape)}"
@@ -250,5 +250,5 @@ def _merged(base: TensorAt, terms: Sequence[Term]) -> TensorAt:
 
 
 def _other(adapter: Adapter, problem: str) -> SourceError:
-    hint = "merge it into the model that it was trained on"
+    hint = f"merge it into the model that it was trained on; if that is this one, {_BY_PEFT}"
     return SourceError(adapter.location, problem, hint, code="source.other-adapter")

@@ -127,6 +127,15 @@ def test_modules_that_were_saved_as_a_whole_replace_those_of_the_model(base: Pat
     assert all_tensors(tmp_path / "out")["lm_head.weight"] == head
 
 
+def test_saved_modules_are_those_whose_names_end_as_peft_compares_them(base: Path, tmp_path: Path) -> None:
+    norms = {"model.norm.weight", "model.layers.2.input_layernorm.weight"}
+    saved = {f"{PREFIX}{name}": float32((16,), number) for number, name in enumerate(sorted(norms))}
+    write_adapter(tmp_path / "adapter", {**adapter_tensors(), **saved}, modules_to_save=["norm"])
+    run("merge", base, tmp_path / "adapter", "--out", tmp_path / "out")
+    merged = all_tensors(tmp_path / "out")
+    assert {name: merged[name] for name in norms} == {name: saved[f"{PREFIX}{name}"] for name in norms}
+
+
 def test_ranks_alphas_and_rslora_scale_each_module(base: Path, tmp_path: Path) -> None:
     tensors = {**adapter_tensors((Q,), rank=4), **adapter_tensors(MODULES[1:])}
     write_adapter(tmp_path / "adapter", tensors, rank_pattern={"layers.0.self_attn.q_proj": 4}, use_rslora=True,
