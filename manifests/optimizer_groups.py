@@ -194,7 +194,6 @@ def _check_patterns(groups: Sequence[ParameterGroup], shape: ModelShape, where: 
         for pattern in group.fqns:
             numbers = GroupNumbers((replace(group, fqns=(pattern,)), replace(group, fqns=())))
             matched = {fqn for fqn in tensors if numbers.of(fqn) == 0}
-            # Every name of a tied parameter may be written, in the group that its first name is in.
             if not any(of_all.of(fqn) == number for fqn in matched - taken):
                 problem = "matches only what earlier patterns have" if matched & taken else "matches no parameter"
                 place = f"--optimizer {where}: group {number}: {pattern!r}"

@@ -95,11 +95,11 @@ def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, 
 class GroupNumbers:
     """The number of each FQN's group: of the first with a pattern that matches it, else of the one without patterns.
 
-    If all have patterns, what none matches is in the last. A tied FQN is in the group of its owner.
+    If all have patterns, what none matches is in the last. A pattern of one tied FQN matches all that are tied to it.
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], ties: Iterable[Sequence[str]] = ()) -> None:
-        self._owners = {fqn: tied[0] for tied in ties for fqn in tied}
+        self._tied = {fqn: tuple(tied) for tied in ties for fqn in tied}
         self._rest = next((number for number, group in enumerate(groups) if not group.fqns), len(groups) - 1)
         self._exact: dict[str, int] = {}
         # By the text before the first wildcard: there may be hundreds of them, and tens of thousands of FQNs.
@@ -114,14 +114,15 @@ class GroupNumbers:
         self._lengths = {len(prefix) for prefix in self._patterns}
 
     def of(self, fqn: str) -> int:
-        fqn = self._owners.get(fqn, fqn)
+        names = self._tied.get(fqn, (fqn,))
         numbers = [
             number
+            for name in names
             for length in self._lengths
-            for pattern, number in self._patterns.get(fqn[:length], ())
-            if pattern.match(fqn)
+            for pattern, number in self._patterns.get(name[:length], ())
+            if pattern.match(name)
         ]
-        numbers += [self._exact[fqn]] if fqn in self._exact else []
+        numbers += [self._exact[name] for name in names if name in self._exact]
         return min(numbers, default=self._rest)
 
 

@@ -9,17 +9,25 @@ from typing import Any
 
 import pytest
 
+import reshard
 from manifests.codec import decode_manifest, encode_manifest
 from manifests.errors import UserError
 from manifests.models import ModelShape, model_shape
 from manifests.optimizer_groups import PRESETS, state_counter
-from manifests.optimizer_state import compact_patterns, count_state, hidden_matrices, kinds_of, state_shapes
+from manifests.optimizer_state import (
+    GroupNumbers,
+    compact_patterns,
+    count_state,
+    hidden_matrices,
+    kinds_of,
+    state_shapes,
+)
 from manifests.schema import MOMENTS, Layout, Manifest, OptimizerState, Shard, Stage, StateKind, TrainingState
 from runner.config.flags import parse_training
 from runner.config.optimizers import check_flags, check_state_fits, describe_groups, numbers_of, optimizer_of
 from runner.config.schema import OptimOptions
 from runner.training.algorithms import algorithms_of, declare_kinds, plan_groups
-from tests.builders import EMBEDDING, HEAD, llama_config
+from tests.builders import EMBEDDING, HEAD, llama_config, random_tensors, write_model
 from tests.fast.manifests.drawn_manifests import digest_of, full_manifest
 
 MATRIX, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
@@ -145,6 +153,22 @@ def test_file_has_groups_whose_first_match_wins_and_the_last_has_the_rest(tmp_pa
     assert (plan.groups[0].skips_clipping, plan.groups[0].rate_factor) == (True, 0.5)
     assert (plan.groups[1].beta1, plan.groups[1].weight_decay) == (0.8, 0.0)
     assert {kind.name for kind in kinds_of(plan)} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "sum"}
+
+
+@pytest.mark.parametrize("pattern", [EMBEDDING, "lm_head.*"])
+@pytest.mark.parametrize("stored", [EMBEDDING, HEAD])
+def test_pattern_of_either_name_has_a_tied_weight_whichever_of_them_is_stored(
+    tmp_path: Path, pattern: str, stored: str
+) -> None:
+    config = llama_config(tie_word_embeddings=True)
+    tensors = random_tensors(config)
+    embedding = tensors.pop(EMBEDDING)
+    write_model(tmp_path / "model", config, {**tensors, stored: embedding})
+    ties = [[member.fqn for member in tie.members] for tie in reshard.plan(tmp_path / "model", "pp=2").ties]
+    text = f'[[group]]\nalgorithm = "sgd"\npatterns = ["{pattern}"]\n[[group]]\nalgorithm = "adamw"'
+    plan = plan_of("--optimizer", write(tmp_path, text), tie_word_embeddings=True)
+    numbers = GroupNumbers(plan.groups, ties)
+    assert [numbers.of(fqn) for fqn in (EMBEDDING, HEAD, NORM)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
