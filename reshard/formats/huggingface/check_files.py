@@ -12,7 +12,9 @@ from manifests.paths import problem_with_path
 from reshard.archives.tensors import read_archive
 from reshard.formats.huggingface.read import is_beside
 from reshard.formats.huggingface.weight_map import (
+    SINGLE_NAME,
     TORCH_INDEX_NAME,
+    TORCH_NAME,
     TORCH_SUFFIX,
     is_torch_shard,
     read_shard_index,
@@ -46,18 +48,23 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Format:
-    """A format of weight files: the name of its index, the end of its shards' names, and how tensors are read."""
+    """A format of weight files: the names of its index and of a single file, those of shards, and their reader."""
 
     index_name: str
+    single_name: str
     suffix: str
     is_shard: Callable[[str], bool]
     read: Callable[[InputFile], Sequence[TensorAt]]
 
 
 _SAFETENSORS = _Format(
-    INDEX_NAME, SUFFIX, lambda name: name.endswith(SUFFIX), lambda file: tensors_in(file, read_file_header(file))
+    INDEX_NAME,
+    SINGLE_NAME,
+    SUFFIX,
+    lambda name: name.endswith(SUFFIX),
+    lambda file: tensors_in(file, read_file_header(file)),
 )
-_TORCH = _Format(TORCH_INDEX_NAME, TORCH_SUFFIX, is_torch_shard, read_archive)
+_TORCH = _Format(TORCH_INDEX_NAME, TORCH_NAME, TORCH_SUFFIX, is_torch_shard, read_archive)
 
 
 def _format_of(files: Iterable[str]) -> _Format:
@@ -170,7 +177,11 @@ def _report_no_index(
         hint = f"{others[0]} is in a format that is not checked" if others else "is this the folder of a model?"
         problem = "expected safetensors weights, found none"
         findings.add(folder, problem, hint, code="check.no-weights")
-    if len(names) > 1:
+    elif len(names) == 1 and names[0] != kind.single_name:
+        problem = f"without {kind.index_name}, transformers reads {kind.single_name} alone, and not this file"
+        hint = f"rename it to {kind.single_name}, if it is the whole model; or download the index"
+        findings.add(folder.file(names[0]), problem, hint, names, code="check.no-index")
+    elif len(names) > 1:
         findings.add(
             folder,
             f"{len(names)} shards and no {kind.index_name}: whether all are there is not known",

@@ -19,6 +19,7 @@ from manifests.store import newest_below
 from manifests.versions import VERSION_INDEX
 from reshard.formats.auxiliary import auxiliary_files, describes_files, names_weights
 from reshard.formats.huggingface.weight_map import (
+    SINGLE_NAME,
     TORCH_INDEX_NAME,
     TORCH_NAME,
     TORCH_SUFFIX,
@@ -37,7 +38,6 @@ from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.workers import each_file_header, each_of
 
-_SINGLE_NAME = "model.safetensors"
 _WANTED = "SOURCE must contain safetensors weights; reshard plan also takes a config.json alone"
 _CONVERT = "convert it with transformers: from_pretrained(SOURCE).save_pretrained(DIR)"
 
@@ -152,19 +152,21 @@ def _find_shards(folder: Folder, files: tuple[str, ...]) -> _Shards:
     if INDEX_NAME not in files:
         beside = tuple(name for name in present if is_beside(name))
         present = dict.fromkeys(name for name in present if not is_beside(name))
-        if list(present) == [_SINGLE_NAME]:
-            return _Shards(names=(_SINGLE_NAME,), beside=beside, weight_map=None, index=None)
+        if list(present) == [SINGLE_NAME]:
+            return _Shards(names=(SINGLE_NAME,), beside=beside, weight_map=None, index=None)
         if not present and not {TORCH_NAME, TORCH_INDEX_NAME}.isdisjoint(files):
             return _find_torch_files(folder, files, beside)
         if not present:
             others = [name for name in files if name.endswith(OTHER_WEIGHTS)]
             hint = f"the format of {others[0]} is not supported; {_CONVERT}" if others else _WANTED
             raise SourceError(str(folder), "found no safetensors file", hint, code="source.no-shards")
-        raise SourceError(
-            str(folder),
-            f"expected {_SINGLE_NAME} alone or an {INDEX_NAME}, found {some(present)} and no index",
-            code="source.no-index",
-        )
+        hint = "download the index"
+        if SINGLE_NAME in present:
+            hint = f"move the others out of the folder, if {SINGLE_NAME} is the whole model"
+        elif len(present) == 1:
+            hint = f"rename it to {SINGLE_NAME}, if it is the whole model"
+        problem = f"expected {SINGLE_NAME} alone or {INDEX_NAME}, found {some(present)} and no index"
+        raise SourceError(str(folder), problem, hint, code="source.no-index")
     raw, weight_map = _read_index(folder, INDEX_NAME, present)
     names = dict.fromkeys(sorted(set(weight_map.values())))
     others = [name for name in present if name not in names]
@@ -202,10 +204,12 @@ def _read_index(
                 code="source.bad-index",
             )
         if name not in present:
+            whole = SINGLE_NAME if suffix == SUFFIX else TORCH_NAME
+            hint = f"; or remove the index, if {whole} is the whole model" if whole in present else ""
             raise SourceError(
                 f"{where}: weight_map",
                 f"file {name!r} is missing",
-                "download the missing shard",
+                f"download the missing shard{hint}",
                 code="source.missing-shard",
             )
     return raw, weight_map

@@ -12,6 +12,7 @@ from manifests.slices import slices_in
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile
 
+SINGLE_NAME = "model.safetensors"  # the one file that transformers reads without an index
 # Of files as transformers wrote before safetensors.
 TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"
 _SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")

@@ -214,6 +214,13 @@ FAULTS: dict[str, tuple[Change, str, str, str]] = {
     "a shard that the index does not have": (add_stray("x.weight"), "", "check.stray-shard", "more.safetensors"),
     "a stray shard with a tensor of it": (add_stray(NORM), "", "check.override", "more.safetensors"),
     "no index": (remove(INDEX), "", "check.no-index", ""),
+    "a single file that transformers does not read": (
+        lambda folder: [
+            *(path.unlink() for path in folder.glob("model*")),
+            write_shard(folder / "model.fp16.safetensors", healthy_tensors()),
+        ],
+        "", "check.no-index", "model.fp16.safetensors",
+    ),
     "files of vLLM's ranks": (
         lambda folder: [path.rename(folder / f"model-rank-{i}-part-0.safetensors")
                         for i, path in enumerate(sorted(folder.glob("model-*")))],
