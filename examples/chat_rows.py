@@ -13,36 +13,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 
 def rows(folder: Path, conversations: Path, out: Path) -> None:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    template = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(config["chat_template"])
+    tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def render(messages: list[dict[str, Any]], is_before_answer: bool) -> str:
-        special = {name: config.get(name) for name in ("bos_token", "eos_token")}
-        special = {name: token["content"] if isinstance(token, dict) else token for name, token in special.items()}
-        return template.render(messages=messages, add_generation_prompt=is_before_answer, **special)
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=is_before_answer))
 
     with conversations.open() as lines, out.open("w") as file:
         for line in lines:
-            messages, ids, mask, begin = json.loads(line)["messages"], [], [], ""
+            messages, text = json.loads(line)["messages"], ""
+            answers = list[range]()
             for number, message in enumerate(messages):
                 if message["role"] == "assistant":
-                    for end, counts in (
-                        (render(messages[:number], True), 0),
-                        (render(messages[: number + 1], False), 1),
-                    ):
-                        if not end.startswith(begin):
-                            raise ValueError("this template changes earlier text when a message is added")
-                        part = tokenizer.encode(end[len(begin) :], add_special_tokens=False).ids
-                        ids, mask, begin = ids + part, mask + [counts] * len(part), end
-            file.write(json.dumps({"input_ids": ids, "loss_mask": mask}) + "\n")
+                    prompt, answered = render(messages[:number], True), render(messages[: number + 1], False)
+                    if not (prompt.startswith(text) and answered.startswith(prompt)):
+                        raise ValueError("this template changes earlier text when a message is added")
+                    answers.append(range(len(prompt), len(answered)))
+                    text = answered
+            # As one text: of a part, some tokenizers would begin with a space.
+            tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            mask = [int(any(begin in answer for answer in answers)) for begin, _ in tokens["offset_mapping"]]
+            file.write(json.dumps({"input_ids": tokens["input_ids"], "loss_mask": mask}) + "\n")
 
 
 if __name__ == "__main__":

@@ -195,11 +195,15 @@ def test_conversations_become_rows_whose_answers_count(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     template = (
         "{{ bos_token + ' ' }}"
-        "{% for message in messages %}{{ message.role + ' ' + message.content + ' <eos> ' }}{% endfor %}"
+        "{% for message in messages %}"
+        "{% if message.role not in ('user', 'assistant') %}{{ raise_exception('unknown role') }}{% endif %}"
+        "{{ message.role + ' ' + message.content + ' <eos> ' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
     )
+    (tmp_path / "chat_template.jinja").write_text(template)  # as transformers saves it
     bos = {"__type": "AddedToken", "content": "<bos>", "special": True}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": bos}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     turns = [("user", "w0 w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
