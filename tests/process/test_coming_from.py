@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import save
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from reshard import open as open_packed
@@ -65,10 +66,16 @@ def test_commands_for_megatron_core(tmp_path: Path) -> None:
     assert all((again[name] == tensor).all() for name, tensor in trained.items())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_commands_for_transformers(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**LLAMA))
     model.save_pretrained(tmp_path / "model")
-    run_section("transformers", tmp_path)
+    # As `accelerate.utils.fsdp_utils.save_fsdp_model` writes it.
+    save({"model": model.state_dict()}, checkpoint_id=tmp_path / "checkpoint-500/pytorch_model_fsdp_0", no_dist=True)
+    run_section("transformers and accelerate", tmp_path)
+    sharded = open_packed(tmp_path / "fsdp-packed")
+    stages = {fqn: weight for stage in sharded.stages for fqn, weight in stage.state_dict(framework="torch").items()}
+    assert all(torch.equal(stages[name], tensor) for name, tensor in model.state_dict().items())
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").state_dict()
     assert trained.keys() == model.state_dict().keys()
     assert not any(torch.equal(trained[name], tensor) for name, tensor in model.state_dict().items())
