@@ -47,7 +47,8 @@ class EvalOptions:
     force: bool = flag("--force", is_flag=True, help="Replace an existing --out.")
     nproc_per_node: int | None = flag(
         "--nproc-per-node", default=None, type=WholeNumber(min=1), metavar="N",
-        help="Ranks on each node: a multiple of the manifest's pipeline ranks, over all nodes, evaluates on replicas.",
+        show_default="the manifest's pipeline ranks, over the nodes",
+        help="Ranks on each node; over all nodes a multiple of the pipeline ranks, of which replicas share the text.",
     )  # fmt: skip
     nnodes: int = flag("--nnodes", type=WholeNumber(min=1), written_default=1, help="Nodes; run the command on each.")
     node_rank: int = flag("--node-rank", type=WholeNumber(min=0), written_default=0, help="The number of this node.")

@@ -1,4 +1,4 @@
-"""`runner measure`: the seconds of each module of a packed model, for `reshard --cost`. No torch."""
+"""`runner measure`: the seconds of each module of a packed model, for `reshard plan --cost`. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import get_args
 
 import click
 
+from manifests.command import defaults
 from manifests.errors import system_errors
 from manifests.models.training import parse_recompute
 from manifests.module_times import ModuleTime
@@ -24,7 +25,9 @@ from stores.folders.probe import check_new_file, print_result
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write: times.json."
 )
-@click.option("--seq-len", type=WholeNumber(min=1), default=4096, help="Tokens in a sequence, as in training.")
+@click.option(
+    "--seq-len", type=WholeNumber(min=1), default=defaults.SEQ_LEN, help="Tokens in a sequence, as in training."
+)
 @click.option("--microbatch", type=WholeNumber(min=1), default=1, help="Sequences per microbatch, as in training.")
 @click.option("--dtype", type=DtypeName(get_args(Dtype)), default="fp32", help="Dtype of weights and activations.")
 @click.option("--ac", default="none", metavar="none|full|selective|N", help="Activation checkpointing, as in training.")
@@ -41,8 +44,8 @@ def measure(
     """Measure the seconds that each module of MANIFEST's model takes, forward and backward, for one microbatch.
 
     Modules are built, filled with random weights, and run one after the other on one device, so the model need not
-    fit: only its largest module must. `reshard plan` and `pack` balance by the result with `--cost`. A run that
-    traces steps writes such a file, too: LOG_DIR/times.json.
+    fit: only its largest module must. `reshard plan` and `layout` balance by the result with `--cost`, and write the
+    layout for `pack` with `--write`. A run that traces steps writes such a file, too: LOG_DIR/times.json.
 
     \b
     Examples:

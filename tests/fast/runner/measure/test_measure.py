@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from click import Context
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,6 +20,7 @@ from manifests.module_times import Link, read_times, split_s, whole_s
 from manifests.placement import Placement
 from runner.bundle.packed import Packed, open_packed
 from runner.commands import cli
+from runner.config.flags import training_command
 from runner.config.parallel_dims import ParallelDims
 from runner.measure.of_run import read_run_times, write_run_times
 from runner.report.read import read_run
@@ -250,3 +252,10 @@ def test_module_that_leaves_no_memory_for_adamw_has_times_all_the_same(
     monkeypatch.setattr(torch.optim, "AdamW", fail)
     assert len(measured(packed, *SIZES)) == 7
     assert "step" not in json.loads((tmp_path / "times.json").read_text())
+
+
+def test_measure_has_the_defaults_of_training() -> None:
+    training = {param.name: param.default for param in training_command.params}
+    measure = {param.name: param.default for param in cli.get_command(Context(cli), "measure").params}
+    for name in ("seq_len", "microbatch", "dtype", "ac", "device"):
+        assert measure[name] == training[name], name
