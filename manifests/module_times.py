@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ class MeasuredTimes:
     modules: Mapping[str, ModuleTime]
     step: StepTime | None = None
     fixed_share: float = 0.0
-    how: Mapping[str, Any] = field(default_factory=dict)
+    how: Mapping[str, Any]
 
     __repr__ = brief
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 Take = Callable[[], T | None]  # returns the thread's next item, None if none is left
 
 
-def for_each(items: Iterable[T], work: Callable[[T, threading.Event], None], num_threads: int = 2) -> None:
+def for_each(items: Iterable[T], work: Callable[[T, threading.Event], None], num_threads: int) -> None:
     """Call `work` on every item; raise the first failure, and set the event that `work` gets."""
 
     def run(take: Take[T], stop: threading.Event) -> None:

@@ -84,9 +84,7 @@ def model_shape(
     return shape_by_catalogue(name, config, where, stored, description)
 
 
-def is_sized_by_files(
-    config: Mapping[str, object], where: str = "config.json", description: ModelDescription | None = None
-) -> bool:
+def is_sized_by_files(config: Mapping[str, object], where: str, description: ModelDescription | None = None) -> bool:
     """Return whether `model_shape` needs the stored tensors of a config's architecture."""
     return architecture_of(config, where, description) not in ARCHITECTURES
 

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from manifests.digest import digest_pieces
@@ -118,12 +118,12 @@ class PeftConfig:
     rank: int
     alpha: float
     target: Target
-    parameters: tuple[str, ...] = ()
-    is_rank_scaled: bool = False
-    dropout: float = 0.0
-    ranks: Mapping[str, int] = field(default_factory=dict)  # of modules that match a pattern
-    alphas: Mapping[str, float] = field(default_factory=dict)
-    saved: tuple[str, ...] = ()  # modules that are replaced as a whole
+    parameters: tuple[str, ...]
+    is_rank_scaled: bool
+    dropout: float
+    ranks: Mapping[str, int]  # of modules that match a pattern
+    alphas: Mapping[str, float]
+    saved: tuple[str, ...]  # modules that are replaced as a whole
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return what the product of a module's adapter is multiplied by; `rank` is that of its tensors."""

@@ -381,8 +381,8 @@ def shape_by_catalogue(
     architecture: str,
     config: Mapping[str, object],
     where: str,
-    stored: StoredTensors | None = None,
-    description: ModelDescription | None = None,
+    stored: StoredTensors | None,
+    description: ModelDescription | None,
 ) -> ModelShape:
     """Return the shape of a model that the catalogue or a description has; see `model_shape`."""
     entry = entry_of(architecture) if description is None else described_entry(description, architecture)

@@ -62,7 +62,7 @@ class Memory:
     Not included: buffers such as the rotary cache, the network's own, and fragmentation of a GPU's memory.
     """
 
-    weights: int = 0
+    weights: int
     gradients: int = 0
     optimizer: int = 0  # its state, and what FSDP keeps sharded or a master copy
     activations: int = 0

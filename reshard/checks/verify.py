@@ -118,14 +118,13 @@ def verify(
 
 
 def verify_manifest(
-    read: ReadManifest, options: VerifyOptions | None = None, progress: ByteCounter = lambda nbytes: None
+    read: ReadManifest, options: VerifyOptions, progress: ByteCounter = lambda nbytes: None
 ) -> VerifyResult:
     """Verify every file of a manifest: sizes, headers, source fingerprints, digests and the index.
 
     Damage is reported, not raised: one run lists all of it. Virtual bundles have no digests; their bytes are read if
     there is a source to compare them with.
     """
-    options = options or VerifyOptions()
     manifest = read.manifest
     signature = None if options.public_key is None else check_signature(read, options.public_key)
     stages, dropped = _choose(manifest, options.stages), tuple[str, ...]()

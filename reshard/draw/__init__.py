@@ -42,7 +42,7 @@ def check_picture(path: Path, force: bool) -> None:
     check_new_file(path, "--draw", force=force)
 
 
-def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
+def draw_plan(planned: PlanResult, path: Path, theme: str) -> None:
     """Write the picture of a plan, in the format of the file's suffix. The same plan gives the same bytes.
 
     The theme `auto` is that of the reader's setting, in a PNG `light`.
@@ -62,7 +62,7 @@ def draw_plan(planned: PlanResult, path: Path, theme: str = "auto") -> None:
     _write(path, data)
 
 
-def draw_search(result: SearchResult, path: Path, theme: str = "auto") -> None:
+def draw_search(result: SearchResult, path: Path, theme: str) -> None:
     """Write the picture of a search, as SVG or PNG; see `draw_plan`."""
     from reshard.draw.sheet import draw_figure, search_figure, search_title
 

@@ -103,7 +103,7 @@ def byte_scale(most: int) -> Scale:
     return Scale(name=name, unit=unit)
 
 
-def label_numbers(count: int, most: int, wanted: Sequence[int] = ()) -> list[int]:
+def label_numbers(count: int, most: int, wanted: Sequence[int]) -> list[int]:
     """Choose which of `count` numbers to show: all up to `most`, else some, including the wanted ones and the last."""
     step = 1
     while count > most * step:

@@ -50,7 +50,7 @@ class Forecast:
     flops: tuple[int, ...]  # forward, per token, by stage
     times: tuple[ModuleTime, ...]  # by stage
     step: StepEstimate | None
-    overhead_s: float = 0.0  # of a step beside its schedule, if that was measured
+    overhead_s: float  # of a step beside its schedule, if that was measured
 
     __repr__ = brief
 
@@ -165,7 +165,7 @@ def imbalance(times: Sequence[float]) -> float:
 
 def costs_of_stages(
     times: Sequence[ModuleTime], stages: Sequence[Sequence[str]], how: Mapping[str, Any] | None, *,
-    hop_s: float = 0.0, gap_s: float = 0.0,
+    hop_s: float = 0.0, gap_s: float,
 ) -> StageCosts:  # fmt: skip
     """Return the costs of stages with these modules; `how` is that of `split_s`, None where times are FLOPs."""
     num_layers = [sum(map(is_layer, modules)) for modules in stages]

@@ -61,7 +61,7 @@ def open_source(
     return kind.open_checkpoint(folder, OpenOptions(drop=drop, description=description))
 
 
-def open_with_model_file(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+def open_with_model_file(source: str, drop: frozenset[str], model: Path | None) -> Checkpoint:
     """Open a source as `open_source` does; `model` is a file that describes a model, if it describes the source."""
     if model is None:
         return open_source(source, drop)
@@ -72,7 +72,7 @@ def open_with_model_file(source: str, drop: frozenset[str] = frozenset(), model:
     return open_source(source, drop, description)
 
 
-def open_both(a: str, b: str, model: Path | None = None) -> tuple[Checkpoint, Checkpoint]:
+def open_both(a: str, b: str, model: Path | None) -> tuple[Checkpoint, Checkpoint]:
     """Open two sources of the same model; what `model` or the manifest of one describes is true of the other."""
     description = None if model is None else read_model_file(model)
     if _is_named(b) and not _is_named(a):

@@ -116,7 +116,7 @@ class Options:
 class Degrees:
     """The number of ranks and stages, as far as given; the rest is derived."""
 
-    num_ranks: int | None = None
+    num_ranks: int | None
     num_virtual: int | None = None
     style: Style | None = None
     schedule: str | None = None

@@ -31,7 +31,7 @@ class Items:
     memory: tuple[tuple[int, ...], ...]
     memory_limit: int  # per rank
     placement: Placement
-    together: frozenset[int] = frozenset()  # bounds to avoid cutting at
+    together: frozenset[int]  # bounds to avoid cutting at
 
     @property
     def num_items(self) -> int:

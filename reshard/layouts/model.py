@@ -35,7 +35,7 @@ class StageLayout:
     spec: str
     stages: tuple[tuple[str, ...], ...]
     placement: Placement
-    schedule: str | None = None
+    schedule: str | None
 
     __repr__ = brief
 

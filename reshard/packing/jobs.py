@@ -56,7 +56,7 @@ class SlurmArray:
     pack: tuple[str, ...]
     out: Address
     force: bool
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...]
 
     def check(self) -> None:
         """Refuse an output that the jobs could not write."""
@@ -125,7 +125,7 @@ class IndexedJob:
     out: Address
     force: bool
     image: str | None
-    mounts: tuple[str, ...] = ()
+    mounts: tuple[str, ...]
 
     def check(self) -> None:
         """Refuse what pods could not run."""

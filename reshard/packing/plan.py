@@ -94,7 +94,7 @@ class PlanResult(StagedModel):
     __repr__ = brief
 
 
-def open_model(source: str, drop: frozenset[str] = frozenset(), model: Path | None = None) -> Checkpoint:
+def open_model(source: str, drop: frozenset[str], model: Path | None) -> Checkpoint:
     """Open a source, which the file `model` may describe, or a config without weights."""
     config = find_config(source)
     if config is None:
@@ -206,7 +206,7 @@ def lay_out(
         checkpoint=checkpoint,
         inventory=inventory,
         assumed=assumed,
-        plan=plan_pack(checkpoint, layout, sharding),
+        plan=plan_pack(checkpoint, layout, sharding or Sharding()),
     )
 
 

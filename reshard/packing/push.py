@@ -94,7 +94,7 @@ def push(
 
 
 def push_folder(
-    folder: Path, address: HubAddress, *, is_public: bool = False, force: bool = False, message: str | None = None
+    folder: Path, address: HubAddress, *, is_public: bool = False, force: bool, message: str | None = None
 ) -> PushResult:
     """Upload a folder to an address that is parsed, as `push` does.
 

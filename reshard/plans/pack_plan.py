@@ -168,7 +168,7 @@ class Traffic:
     """
 
     once_nbytes: int
-    again_nbytes: int = 0
+    again_nbytes: int
     write_nbytes: int
 
     @property
@@ -186,7 +186,7 @@ def traffic_of(shards: Iterable[OutputShard], again: Iterable[TensorAt] = ()) ->
     )
 
 
-def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | None = None) -> PackPlan:
+def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding) -> PackPlan:
     """Assign every tensor of a checkpoint to the stage that owns its module, and optimizer state to its weights' stage.
 
     A tied FQN that a stage requires and the checkpoint does not store becomes a copy of the stored one. Slices are
@@ -196,7 +196,7 @@ def plan_pack(checkpoint: Checkpoint, layout: StageLayout, sharding: Sharding | 
     ties = tuple(_tie_group(group, checkpoint, stage_of) for group in checkpoint.shape.ties)
     kinds: dict[Holds, Mapping[str, TensorAt]] = {WEIGHTS: checkpoint.tensors, **checkpoint.moments}
     bundles = {holds: _by_stage(tensors, ties, stage_of, len(layout.stages)) for holds, tensors in kinds.items()}
-    shards = _lay_out_bundles(bundles, ties, sharding or Sharding(), merged=checkpoint.merges_slices)
+    shards = _lay_out_bundles(bundles, ties, sharding, merged=checkpoint.merges_slices)
     placement, params = layout.placement, params_of(checkpoint.shape)
     doubled = _doubled_params(checkpoint.shape, ties, placement.num_stages)
     return PackPlan(

@@ -172,7 +172,7 @@ def diff_json(done: DiffResult) -> dict[str, Any]:
     return {"version": 1, "equal": done.equal, **asdict(replace(done, differences=())), "differences": differences}
 
 
-def diff_text(done: DiffResult, lists_casts: bool = False) -> str:
+def diff_text(done: DiffResult, lists_casts: bool) -> str:
     """Return a line for each tensor that differs; those that were cast have one for each pair of dtypes."""
     a, b = done.layouts
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]

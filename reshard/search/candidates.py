@@ -54,7 +54,7 @@ class SearchRequest:
     optimizer: str = defaults.OPTIMIZER
     ema: float = 0.0
     measured: MeasuredTimes | None = None
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any]
 
     @property
     def per_node(self) -> int:
@@ -114,7 +114,7 @@ class Space:
     refusals: dict[str, None] = field(default_factory=dict)
     _reasons: dict[tuple[object, ...], str] = field(default_factory=dict)
 
-    def candidates(self, policy: Policy, *, crosses_nodes: bool = False) -> Iterator[Candidate]:
+    def candidates(self, policy: Policy, *, crosses_nodes: bool) -> Iterator[Candidate]:
         """Yield the candidates of a dtype policy whose tensor- and context-parallel ranks fit on a node, or the others.
 
         With a fixed degree of context parallelism, all are yielded.

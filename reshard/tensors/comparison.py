@@ -159,9 +159,9 @@ class Finding:
 
     where: str
     problem: str
-    code: str = ""
-    hint: str = ""
-    names: tuple[str, ...] = ()  # the tensors or files that it is about, where there are several
+    code: str
+    hint: str
+    names: tuple[str, ...]  # the tensors or files that it is about, where there are several
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

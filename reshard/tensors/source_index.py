@@ -133,7 +133,7 @@ def shard_anew(name: str, tensors: Iterable[TensorAt | TensorEntry]) -> Recorded
     return RecordedShard(name, new_header_text(entries, {"format": "pt"}))
 
 
-def record_anew(tensors: Iterable[TensorAt | TensorEntry], dropped: tuple[str, ...] = ()) -> SourceRecord:
+def record_anew(tensors: Iterable[TensorAt | TensorEntry], dropped: tuple[str, ...]) -> SourceRecord:
     """Return the record of a source of another format: files of at most 5 GiB, or of one tensor, in order."""
     groups = list(split_by_size(tensors, lambda tensor: tensor.nbytes, _MAX_SHARD_NBYTES)) or [[]]
     count = len(groups)

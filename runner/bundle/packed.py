@@ -44,7 +44,7 @@ class Packed:
     read: ReadManifest
     config: Mapping[str, Any]
     shape: ModelShape
-    store: Folder | None = None
+    store: Folder | None
 
     @property
     def manifest(self) -> Manifest:

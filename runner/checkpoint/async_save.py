@@ -95,7 +95,7 @@ class SaveReport:
     nbytes: int
     stall_s: float  # training paused for so long, including the wait for the previous save
     save_s: float  # from then until the commit
-    failure: UserError | None = None
+    failure: UserError | None
 
 
 class Saver(InFlight[SaveReport]):

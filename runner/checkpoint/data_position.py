@@ -33,7 +33,7 @@ class FoundData:
 
     position: DataPosition  # where the run resumes
     sources: tuple[str, ...]  # a digest of the files of each
-    notes: tuple[str, ...] = ()  # the effect of --restart-data, and how documents are framed
+    notes: tuple[str, ...]  # the effect of --restart-data, and how documents are framed
 
 
 def find_data(

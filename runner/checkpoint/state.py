@@ -144,10 +144,10 @@ class ShardToWrite:
 
 def divide_into_shards(
     state: Held,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
     divide: Divide = undivided,
     *,
-    ties: Iterable[TieGroup] | None = None,
+    ties: Iterable[TieGroup] | None,
 ) -> dict[int, list[ShardToWrite]]:
     """Return this rank's shards by stage; every rank of the group calls this: numbers depend on what all of them write.
 

@@ -60,7 +60,7 @@ def first_cursor(num_sources: int) -> DataCursor:
 
 def draw_documents(
     data: DataOptions, sources: Sequence[DocumentSource], vocabulary: Vocabulary | TokenRows, cursor: DataCursor, *,
-    is_endless: bool, skipped: Skipped | None = None, tokenize: Tokenize = tokenize_alone,
+    is_endless: bool, skipped: Skipped | None, tokenize: Tokenize = tokenize_alone,
 ) -> Iterator[Drawn]:  # fmt: skip
     """Yield the documents with any token from a cursor on, for one epoch of each source or without end.
 

@@ -48,7 +48,7 @@ class Framing:
     """How documents are framed."""
 
     frame: Frame
-    note: str | None = None  # if tokenizer_config.json differs
+    note: str | None  # if tokenizer_config.json differs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,7 +116,7 @@ def check_host_memory(planned: MemoryEstimate, num_per_stage: int) -> None:
         )
 
 
-def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str = "--gpu-memory") -> str:
+def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str) -> str:
     """Check that each rank's weights, gradients and optimizer state fit in its GPU's memory.
 
     Returns a note if a rank that trains is estimated to exceed it, with activations; else an empty text. `where` names

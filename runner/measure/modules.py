@@ -53,7 +53,7 @@ class Setting:
 
 
 def measure_modules(
-    packed: Packed, setting: Setting, *, note: Callable[[str, ModuleTime], None] | None = None
+    packed: Packed, setting: Setting, *, note: Callable[[str, ModuleTime], None] | None
 ) -> MeasuredTimes:
     """Return the median seconds of each module. `note` is called with each.
 

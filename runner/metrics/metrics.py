@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -40,9 +40,9 @@ class RankLoad:
     stages: tuple[int, ...]
     report: LoadReport
     base_nbytes: int  # memory of the process before it built its stages
-    planned_nbytes: int | None = None  # memory that is planned beyond that
-    copied: CacheReport | None = None
-    start_s: Mapping[str, float] = field(default_factory=dict)  # of the parts of its start, by their names
+    planned_nbytes: int | None  # memory that is planned beyond that
+    copied: CacheReport | None
+    start_s: Mapping[str, float]  # of the parts of its start, by their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

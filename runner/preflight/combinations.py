@@ -39,11 +39,8 @@ def check_sinks(options: TrainOptions) -> None:
             )
 
 
-def combine(
-    manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: ParallelDims | None = None
-) -> Combination:
-    """Return the combination of these options; without `degrees`, for one pipeline."""
-    degrees = degrees or ParallelDims(pipeline=manifest.layout.num_ranks)
+def combine(manifest: Manifest, options: TrainOptions, timetable: Timetable, degrees: ParallelDims) -> Combination:
+    """Return the combination of these options."""
     sharing = sharing_ranks(manifest, options)
     modules = [module for stage in manifest.stages for module in stage.modules]
     numbers = [int(match[1]) for match in map(_LAYER.search, modules) if match]

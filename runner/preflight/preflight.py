@@ -106,7 +106,7 @@ def check_request(launched: Packed, options: TrainOptions, world_size: int) -> P
     return degrees
 
 
-def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims, *, dry_run: bool = False) -> None:
+def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDims, *, dry_run: bool) -> None:
     """Check, without torch, that a run on this machine has its inputs, and can write its outputs.
 
     A dry run may be for another machine, whose disk has room.

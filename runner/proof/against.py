@@ -188,7 +188,7 @@ class _Step:
     gradients: tuple[ParameterGradient, ...]
 
 
-def compare_dump(dump: Dump, model: Path, device: torch.device, tolerance: float | None = None) -> Compared:
+def compare_dump(dump: Dump, model: Path, device: torch.device, tolerance: float | None) -> Compared:
     """Compare a dump with the model of a folder, which is run in this process; see Note [Tolerances of dumps]."""
     of_norm = max(_NORM, _TOLERANCES[dump.dtype]) if tolerance is None else tolerance
     tolerance = _TOLERANCES[dump.dtype] if tolerance is None else tolerance

@@ -163,8 +163,8 @@ def run_reference(
     optim: OptimOptions,
     compute_dtype: torch.dtype,
     dtype: torch.dtype,
-    trains: Trains | None = None,
-    loss_function: Loss | None = None,
+    trains: Trains | None,
+    loss_function: Loss | None,
     balance: Balance | None = None,
 ) -> Reference:
     """Take a step with the whole of a tiny model, with these options but for the learning rate and epsilon.

@@ -119,7 +119,7 @@ class TinyRun:
     family: SelfChecked
     whole: Any  # a `WholeModel` and an `nn.Module`
     results: tuple[WholeResult, ...]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype
 
 
 def check_plain(family: SelfChecked, tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]]) -> None:

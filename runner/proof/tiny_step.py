@@ -103,7 +103,7 @@ class Distances:
     allowed: Mapping[str, float]  # of gradients
     allowed_norm: float
     reloaded: str | None = None  # what is wrong with a checkpoint of it
-    missing: tuple[str, ...] = ()  # weights that no rank has
+    missing: tuple[str, ...]  # weights that no rank has
 
     @property
     def largest(self) -> dict[str, float]:

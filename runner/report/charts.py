@@ -39,7 +39,7 @@ class Curve:
 
     name: str
     points: Sequence[tuple[int, float]]
-    is_other: bool = False
+    is_other: bool
     is_dotted: bool = False
 
 

@@ -68,7 +68,7 @@ def build_stages(
     compute: ComputeOptions,
     mesh: Mesh,
     device: torch.device,
-    trains: Trains | None = None,
+    trains: Trains | None,
     stored: Mapping[str, torch.dtype] | None = None,
 ) -> tuple[StageChunk, ...]:
     """Build this rank's stages, and no others, and allocate their memory. What is trained is decided here.

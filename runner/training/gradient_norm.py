@@ -38,7 +38,7 @@ class Totals:
     is_last: bool  # a rank was asked to stop
     is_damaged: bool  # a rank has found that what it loaded is damaged
     times_s: tuple[tuple[float, ...], ...]  # the times that each pipeline rank reported
-    sums: tuple[list[float], ...] = ()  # by pipeline rank, of what was summed besides
+    sums: tuple[list[float], ...]  # by pipeline rank, of what was summed besides
 
 
 class StepTotals:
@@ -125,7 +125,7 @@ class StepTotals:
             sums=tuple(row[end:] for row in rows),
         )
 
-    def reduce_loss(self, loss: Number | None, count: Number | None = None) -> tuple[float, float]:
+    def reduce_loss(self, loss: Number | None, count: Number | None) -> tuple[float, float]:
         """Return the loss and its count on every rank; only ranks with the last stage know their parts of them."""
         counted = [0.0 if number is None or not self.counts_loss else number for number in (loss, count)]
         rows = self._gather(counted)

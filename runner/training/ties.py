@@ -38,10 +38,10 @@ class Tie:
     members: tuple[nn.Parameter, ...]  # on this rank, the leader first; one storage
     ranks: tuple[int, ...]  # of the pipeline, ascending: those with a member
     is_counted_here: bool  # in the gradient's norm
-    group: dist.ProcessGroup | None = None  # of `ranks`; None when there is one
-    shares_storage: bool = True  # the members here; sharded ones cannot, and follow the leader by a copy
-    lender: int | None = None  # the rank in `group` that sends the value to those that borrow it; None: none does
-    is_borrowed: bool = False  # by this rank
+    group: dist.ProcessGroup | None  # of `ranks`; None when there is one
+    shares_storage: bool  # the members here; sharded ones cannot, and follow the leader by a copy
+    lender: int | None  # the rank in `group` that sends the value to those that borrow it; None: none does
+    is_borrowed: bool  # by this rank
 
     @property
     def leader(self) -> nn.Parameter:

@@ -98,7 +98,7 @@ def write_record(folder: Path, names: Collection[str]) -> None:
     write_file(folder / RECORD_NAME, (json.dumps({"names": sorted(names)}) + "\n").encode())
 
 
-def check_ours(folder: Path, find_owned: FindOwned = files_of_manifest, *, wanted: Collection[str] = ()) -> None:
+def check_ours(folder: Path, find_owned: FindOwned, *, wanted: Collection[str] = ()) -> None:
     """Refuse files that we did not write: see Note [Whose a folder under construction is].
 
     Where there is a record, the `wanted` files are ours, too. Folders without files belong to nobody.

@@ -58,7 +58,7 @@ class HubFile:
     name: str
     nbytes: int
     etag: str  # SHA-256, or the git hash of a small file
-    listed: str = ""  # the same, if listed by the hub or its cache
+    listed: str  # the same, if listed by the hub or its cache
     retries: Retries = field(default_factory=Retries, compare=False, repr=False)
     streams: Streams = field(default_factory=Streams, compare=False, repr=False)  # of the repository
     connections: Connections = field(default_factory=Connections, compare=False, repr=False)  # likewise

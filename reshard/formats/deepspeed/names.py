@@ -154,7 +154,7 @@ class Saved:
 
     weights: Mapping[str, TensorAt]
     files: tuple[str, ...]  # that have them, in the step
-    layers: Mapping[str, tuple[str, str]] | None = None  # by name: the layer, and the name in it; layers as they run
+    layers: Mapping[str, tuple[str, str]] | None  # by name: the layer, and the name in it; layers as they run
     moments: Mapping[Holds, Mapping[str, TensorAt]] = field(default_factory=dict)
     steps: Mapping[str, float] = field(default_factory=dict)  # that the optimizer took
     flat: frozenset[str] = frozenset()  # parameters that ZeRO 3 saved without their shapes

@@ -87,7 +87,7 @@ class Patch:
         return self.stored.place
 
 
-def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each: bool = False) -> TensorAt:
+def patched(base: TensorAt, patches: Sequence[Patch], how: str, *, verifies_each: bool) -> TensorAt:
     """Return the tensor that deltas make of a base, which is computed when it is read; its digest is the last one's.
 
     The base is read once, and no state between is stored. The last state's digest, which whoever reads it compares, is

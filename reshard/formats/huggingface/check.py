@@ -53,7 +53,7 @@ def _check_model(
     weights: Weights,
     findings: Findings,
     progress: OnBytes,
-    description: ModelDescription | None = None,
+    description: ModelDescription | None,
 ) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
     files = folder.names()

@@ -47,7 +47,7 @@ class _Shards:
     """The names of the shards, and the index, if there is one."""
 
     names: tuple[str, ...]
-    beside: tuple[str, ...] = ()  # other safetensors files
+    beside: tuple[str, ...]  # other safetensors files
     weight_map: Mapping[str, str] | None = None
     index: bytes | None = None
     are_torch: bool = False  # files of torch.save, not of safetensors

@@ -26,7 +26,7 @@ class ShardIndex:
     """The file of each tensor, and `metadata`, which transformers reads of every index; None if there is none."""
 
     weight_map: dict[str, str]
-    metadata: object = None
+    metadata: object
 
     @property
     def total_size(self) -> object:
