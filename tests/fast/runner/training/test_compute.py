@@ -28,8 +28,7 @@ from runner.models import family_for
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, parallelize
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of, materialize, named_hf_parameters
-from runner.pipeline.runtime import Pipeline
-from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.schedule import Pipeline, Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
 from runner.tensors.dtensor import local_of

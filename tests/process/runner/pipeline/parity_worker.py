@@ -17,8 +17,7 @@ from manifests.schedules.csvtext import write_csv
 from runner.config.schema import BatchOptions
 from runner.models import family_for
 from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pieces
-from runner.pipeline.runtime import Lane, Pipeline, Purpose
-from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.schedule import Lane, Pipeline, Purpose, Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
 from runner.training.gradient_norm import StepTotals

@@ -13,7 +13,7 @@ from manifests.slices import Slice
 from runner.checkpoint import shard_file, state
 from runner.data.sequences import Batch
 from runner.parallel import mesh, parallelize
-from runner.pipeline import microbatches, runtime, schedule
+from runner.pipeline import microbatches, schedule
 from runner.proof import reference
 from runner.tensors import row_parts
 from runner.training import activation_checkpoint, build, expert_balance, gradient_norm, optimizer, step, ties
@@ -80,7 +80,7 @@ def _last_microbatch_only(patch: Patch) -> None:
             parameter.grad = None
         return before(self, *args, **kwargs)
 
-    _wrap(patch, runtime.RuntimeStage, "backward_one_chunk", backward)
+    _wrap(patch, schedule.RuntimeStage, "backward_one_chunk", backward)
 
 
 def _mean_of_microbatches(patch: Patch) -> None:
@@ -116,7 +116,7 @@ def _backward_fails_on_the_last_stage(patch: Patch) -> None:
             raise ValueError("planted")
         return before(self, *args, **kwargs)
 
-    _wrap(patch, runtime.RuntimeStage, "backward_one_chunk", backward)
+    _wrap(patch, schedule.RuntimeStage, "backward_one_chunk", backward)
 
 
 def _position_ids_on_stage_0_only(patch: Patch) -> None:
