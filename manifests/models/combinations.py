@@ -203,15 +203,16 @@ REFUSED = (
 def combination_of(architecture: str, *, is_own: bool = False, **features: Any) -> Combination:
     """Return the combination of these features with what an architecture supports.
 
-    `is_own` says that a family of another package trains it, which may have more features than are known without it.
+    `is_own` says that a family of another package trains it: ranks, which have it, ask it what it supports.
     """
+    if is_own:
+        return Combination(architecture=architecture, is_own=True, **features)
     return Combination(
         architecture=architecture,
-        whole_because=why_not_tensor_parallel(architecture, is_own=is_own),
-        experts_because=why_not_expert_parallel(architecture, is_own=is_own),
-        is_generic=not is_own and is_generic(architecture) and architecture not in ARCHITECTURES,
-        is_unverified=not is_own and hands_on_trees(architecture),
-        is_own=is_own,
+        whole_because=why_not_tensor_parallel(architecture),
+        experts_because=why_not_expert_parallel(architecture),
+        is_generic=is_generic(architecture) and architecture not in ARCHITECTURES,
+        is_unverified=hands_on_trees(architecture),
         **features,
     )
 

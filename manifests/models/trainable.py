@@ -26,24 +26,14 @@ def generic_entry(architecture: str) -> CatalogueEntry | None:
     return None if entry is None or entry.refused else entry
 
 
-def why_not_tensor_parallel(architecture: str, *, is_own: bool = False) -> str:
-    """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are.
-
-    Ranks ask a family of another package.
-    """
-    if is_own:
-        return ""
+def why_not_tensor_parallel(architecture: str) -> str:
+    """Return why the matrices of an architecture are not sharded over tensor-parallel ranks, or nothing if they are."""
     entry = generic_entry(architecture)
     return "there is no plan of how to shard it" if entry is None else entry.no_tp
 
 
-def why_not_expert_parallel(architecture: str, *, is_own: bool = False) -> str:
-    """Return why the experts of an architecture are not distributed over ranks, or nothing if they are.
-
-    Ranks ask a family of another package.
-    """
-    if is_own:
-        return ""
+def why_not_expert_parallel(architecture: str) -> str:
+    """Return why the experts of an architecture are not distributed over ranks, or nothing if they are."""
     entry = generic_entry(architecture)
     has_plan = entry is not None and entry.distributes_experts
     return "" if has_plan else "transformers has no plan for its experts that was found to compute the same"

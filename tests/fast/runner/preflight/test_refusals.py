@@ -19,6 +19,7 @@ from manifests.models.combinations import (
     check_combination,
     check_divides,
     check_heads,
+    combination_of,
 )
 from manifests.models.trainable import why_not_expert_parallel
 from runner.config.flags import parse_training
@@ -207,7 +208,7 @@ def test_expert_parallel_ranks_have_as_many_experts_each(name: str, wording: Cal
 def test_experts_are_distributed_by_plans_of_transformers(
     architecture: str, is_own: bool, is_distributed: bool
 ) -> None:
-    assert (why_not_expert_parallel(architecture, is_own=is_own) == "") == is_distributed
+    assert (combination_of(architecture, is_own=is_own).experts_because == "") == is_distributed
 
 
 # Every pair of features is either in a run that is compared with one process, or refused before the first step.
