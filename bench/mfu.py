@@ -91,8 +91,8 @@ def plain_step(config: dict[str, Any], cut: BatchOptions, device: torch.device) 
     model, weights = chunk.body, list(chunk.parameters())
     masters = [torch.nn.Parameter(weight.detach().float()) for weight in weights]
     adamw = torch.optim.AdamW(
-        masters, lr=OPTIONS.lr, betas=OPTIONS.betas, eps=OPTIONS.eps, weight_decay=OPTIONS.weight_decay,
-        fused=device.type == "cuda",
+        masters, lr=OPTIONS.lr, betas=(OPTIONS.beta1, OPTIONS.beta2), eps=OPTIONS.eps,
+        weight_decay=OPTIONS.weight_decay, fused=device.type == "cuda",
     )  # fmt: skip
     for weight in weights:
         weight.grad_dtype = torch.float32

@@ -75,7 +75,7 @@ def initial_model(
     shards = [SHARD_NAME.format(number) for number in range(1, 2 + 2 * total // SHARD_NBYTES)]  # at most
     beside = [name for name in _BESIDE if (config_path.parent / name).is_file()]
     wanted = {f"model/{name}" for name in (CONFIG_NAME, INDEX_NAME, *beside, *shards)}
-    with scratch_beside(out, "init", wanted) as (scratch, lock):
+    with scratch_beside(out, wanted) as (scratch, lock):
         check_target(out, options.force, files_of_manifest)
         folder = scratch / "model"
         with writing_to(str(folder)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from manifests.errors import InputError, UsageError, system_errors
@@ -71,7 +71,7 @@ def check_space(options: TrainOptions, *, checkpoint_nbytes: int, weights_nbytes
     check_room(needs)
 
 
-def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
+def _folders(options: TrainOptions) -> Iterator[tuple[str, Path]]:
     """Yield each folder that files are added to, after the flag that asks for them."""
     yield from _lasting_folders(options)
     if options.traced:
@@ -81,7 +81,7 @@ def _folders(options: TrainOptions, environment: Mapping[str, str] = os.environ)
     if options.tensorboard:
         yield "--tensorboard", options.log_dir / "tensorboard"
     if options.wandb:
-        yield "--wandb", Path(environment.get("WANDB_DIR", options.log_dir)) / "wandb"
+        yield "--wandb", Path(os.environ.get("WANDB_DIR", options.log_dir)) / "wandb"
 
 
 def _lasting_folders(options: TrainOptions) -> Iterator[tuple[str, Path]]:

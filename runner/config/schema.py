@@ -136,10 +136,6 @@ class OptimOptions:
             )
 
     @property
-    def betas(self) -> tuple[float, float]:
-        return self.beta1, self.beta2
-
-    @property
     def schedule(self) -> LearningRate:
         return LearningRate(
             peak=self.lr,

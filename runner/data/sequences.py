@@ -148,11 +148,9 @@ def read_once(
         yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
 
 
-def build_batch(
-    samples: Sequence[Sample], seq_len: int, filler: int, rows: Rows = WHOLE_BATCH, form: RowForm | None = None
-) -> Batch:
-    """Build these rows of a batch, padded with `filler` and IGNORED."""
-    (selected,) = _select(samples, (rows,))
+def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, form: RowForm | None = None) -> Batch:
+    """Build a batch, padded with `filler` and IGNORED."""
+    (selected,) = _select(samples, (WHOLE_BATCH,))
     return _fill(selected, seq_len, filler, form)
 
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from manifests.errors import InputError
 from manifests.jsontext import with_floats
 from manifests.models import ModelShape, architecture_of, is_sized_by_files, model_shape
+from manifests.models.config import CONFIG_NAME
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import check_trainable, find_family, generic_entry
 from manifests.schema import ModelDescription
@@ -28,7 +29,6 @@ def family_for(
     config: Mapping[str, object],
     *,
     max_seq_len: int,
-    where: str = "config.json",
     shape: ModelShape | None = None,
     description: ModelDescription | None = None,
 ) -> Family:
@@ -38,15 +38,15 @@ def family_for(
     layers; `description` is its manifest's.
     """
     config = with_floats(config)
-    architecture = architecture_of(config, where, description)
+    architecture = architecture_of(config, CONFIG_NAME, description)
     if shape is not None and (entry_point := find_family(architecture)) is not None:
-        check_trainable(architecture, where, is_described=description is not None)
+        check_trainable(architecture, is_described=description is not None)
         from runner.models.own import load_family, request_of
 
-        return load_family(entry_point, request_of(shape, config, description, max_seq_len=max_seq_len, where=where))
-    if not is_sized_by_files(config, where, description):
-        architecture = model_shape(config, where).architecture  # MosaicML's MPT has another name in its own configs
-    check_trainable(architecture, where, is_described=description is not None)
+        return load_family(entry_point, request_of(shape, config, description, max_seq_len=max_seq_len))
+    if not is_sized_by_files(config, CONFIG_NAME, description):
+        architecture = model_shape(config).architecture  # MosaicML's MPT has another name in its own configs
+    check_trainable(architecture, is_described=description is not None)
     if find_spec("transformers") is None:  # before the import, so that a failing import keeps its traceback
         problem = f"{architecture} trains on its model code, and it is not installed"
         raise InputError("transformers", problem, "pip install 'reshard[runner]'", code="system.missing-package")
@@ -54,15 +54,15 @@ def family_for(
     from runner.models.implementations import check_model_type
 
     if config.get("model_type") is not None and description is None:
-        check_model_type(config, architecture, where)
+        check_model_type(config, architecture)
     entry = generic_entry(architecture)
     assert entry is not None, architecture
-    return Generic(entry, config, max_seq_len=max_seq_len, where=where, mtp=MtpLayers.find(entry, shape))
+    return Generic(entry, config, max_seq_len=max_seq_len, mtp=MtpLayers.find(entry, shape))
 
 
 def import_family(config: Mapping[str, object]) -> None:
     """Import the code of `family_for`, and of the self-check, unless it is another package's."""
-    architecture = architecture_of(config, "config.json", None)
+    architecture = architecture_of(config)
     if find_family(architecture) is not None:
         return
     import_module("runner.models.generic")

@@ -57,7 +57,7 @@ def _is_dtype(value: object) -> bool:
     return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
 
 
-def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -> None:
+def check_model_type(config: Mapping[str, Any], architecture: str) -> None:
     """Refuse a config whose `model_type` is another architecture's: transformers chooses the class by that."""
     model_type = config.get("model_type")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) if isinstance(model_type, str) else None
@@ -69,7 +69,7 @@ def check_model_type(config: Mapping[str, Any], architecture: str, where: str) -
     ):
         problem = f"{model_type!r} is the type of {' and '.join(names)}, and architectures names {architecture}"
         hint = "correct the one that is wrong: transformers reads model_type"
-        raise ModelError(f"{where}: model_type", problem, hint, code="config.contradictory-fields")
+        raise ModelError("config.json: model_type", problem, hint, code="config.contradictory-fields")
 
 
 def class_and_fields(

@@ -292,7 +292,6 @@ def request_of(
     description: ModelDescription | None,
     *,
     max_seq_len: int,
-    where: str,
 ) -> FamilyRequest:
     """Return the request for the family of a packed model."""
     last = shape.modules[-1]
@@ -305,7 +304,6 @@ def request_of(
         hidden_size=shape.hidden_size,
         vocab_size=head[0],
         max_seq_len=max_seq_len,
-        where=where,
         description=description,
     )
 

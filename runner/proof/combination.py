@@ -145,14 +145,14 @@ class Combination:
         yield "", plain
 
 
-MOST_RANKS = 16
+_MOST_RANKS = 16
 _SHARING = ("replicate", "shard", "context", "tensor")  # degrees that are ranks; experts are over the same ones
 _FLAGS = {"replicate": "--dp-replicate", "shard": "--dp-shard", "context": "--cp", "tensor": "--tp", "expert": "--ep"}
 _WHOLE = ("pipeline", "of its whole length")
 
 
-def subsets_of(run: Combination, most_ranks: int = MOST_RANKS) -> tuple[Combination, ...]:
-    """Return what can be tried of a combination on this number of ranks: all of it, or subsets of its degrees.
+def subsets_of(run: Combination) -> tuple[Combination, ...]:
+    """Return what can be tried of a combination on 16 ranks: all of it, or subsets of its degrees.
 
     The whole pipeline, if it has at most this number of ranks, is in one of them, and each pair of degrees that fits in
     one. A pipeline that is shortened keeps its schedule and its stages on each rank; neighboring ones are joined.
@@ -163,7 +163,7 @@ def subsets_of(run: Combination, most_ranks: int = MOST_RANKS) -> tuple[Combinat
         dims: tiny
         for count in range(len(sharing) + 1)
         for dims in combinations(sharing, count)
-        if (tiny := _degrees(run, dims, most_ranks)) is not None
+        if (tiny := _degrees(run, dims)) is not None
     }
     if (whole := tried.get(tuple(sharing))) == few:
         return (_with_degrees(run, whole),)
@@ -187,14 +187,14 @@ def describe_degrees(tried: ParallelDims, full: ParallelDims) -> str:
     return " ".join(f"{name} {few}" + (f" (of {many})" if few < many else "") for name, few, many in parts)
 
 
-def _degrees(run: Combination, dims: Sequence[str], most_ranks: int) -> ParallelDims | None:
+def _degrees(run: Combination, dims: Sequence[str]) -> ParallelDims | None:
     """Return these degrees of a tiny model alone, with the longest pipeline that fits; None: nothing does.
 
     A schedule of a file is for its whole pipeline.
     """
     few = run.tiny_degrees
     alone = ParallelDims(pipeline=1, **{dim: getattr(few, dim) for dim in dims})
-    most = min(few.pipeline, most_ranks // alone.per_stage)
+    most = min(few.pipeline, _MOST_RANKS // alone.per_stage)
     if not most:
         return None
     if run.timetable.file is not None and most < few.pipeline:

@@ -60,7 +60,7 @@ def reload_problem(
 
     Every rank calls this. Ranks on several nodes save in the run's log folder, which they may share.
     """
-    digests = from_all_ranks(dict(_digests(run, chunks, engine)))
+    digests = from_all_ranks(dict(_digests(chunks, engine)))
     is_elsewhere = len({*from_all_ranks(socket.gethostname())}) > 1
     place = run.options.log_dir if is_elsewhere else None
     is_rank_0 = dist.get_rank() == 0
@@ -81,9 +81,7 @@ def reload_problem(
         return from_rank_0(_compare(folder, digests, reference, kinds) if is_rank_0 else None)
 
 
-def _digests(
-    run: Combination, chunks: Sequence[StageChunk], engine: Engine
-) -> Iterator[tuple[_Part, tuple[torch.dtype, str]]]:
+def _digests(chunks: Sequence[StageChunk], engine: Engine) -> Iterator[tuple[_Part, tuple[torch.dtype, str]]]:
     leaders = {id(member): tie.leader for tie in engine.ties for member in tie.members}
 
     for chunk in chunks:
@@ -122,7 +120,7 @@ def _load(
     bundles: Bundles, shape: ModelShape, kind: StateKind, digests: Sequence[_Digests], reference: Reference
 ) -> tuple[Piece, ...]:
     fqns = dict.fromkeys(fqn for of_rank in digests for holds, fqn, *_ in of_rank if holds == kind.name)
-    dtype = next(tensor.dtype for fqn, tensor in reference.gradients.items())
+    dtype = next(iter(reference.gradients.values())).dtype
     empty = {
         fqn: torch.empty_like(weight) if not (weight := reference.weights[fqn]).is_floating_point()
         else torch.empty(shape_of(kind, tuple(weight.shape)) or (), dtype=dtype)

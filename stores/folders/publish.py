@@ -103,13 +103,13 @@ def reserving(out: Path, suffix: str = "lock") -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def scratch_beside(out: Path, suffix: str, wanted: Collection[str]) -> Iterator[tuple[Path, int]]:
+def scratch_beside(out: Path, wanted: Collection[str]) -> Iterator[tuple[Path, int]]:
     """Yield an empty folder for the `wanted` files beside `out`, and the descriptor of its lock; remove it afterwards.
 
     A process that inherits the descriptor keeps the lock. What a killed process left in the folder is never used again.
     """
-    folder = partial_of(out).with_suffix(f".{suffix}")
-    with reserving(out, f"{suffix}.lock"):
+    folder = partial_of(out).with_suffix(".init")
+    with reserving(out, "init.lock"):
         _make(folder, out)
         lock = _lock(folder, out)
         try:

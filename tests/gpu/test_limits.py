@@ -51,7 +51,12 @@ def test_adamw_is_fused_on_a_gpu_and_steps_as_the_plain_one(device: str, dtype: 
     options = OptimOptions(lr=1e-2, max_norm=0)
     ours = Optimizer(list(zip(map(str, itertools.count()), weights, strict=False)), options)
     theirs = torch.optim.AdamW(
-        plain, lr=options.lr, betas=options.betas, eps=options.eps, weight_decay=options.weight_decay, foreach=False
+        plain,
+        lr=options.lr,
+        betas=(options.beta1, options.beta2),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        foreach=False,
     )
     (adamw,) = ours.torch_optimizers
     assert adamw.param_groups[0]["fused"] == (True if device == "cuda" else None)

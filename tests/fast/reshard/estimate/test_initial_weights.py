@@ -173,7 +173,7 @@ def options_for(out: Path) -> PackOptions:
 def test_second_pack_is_refused_while_another_initializes_the_same_output(tmp_path: Path) -> None:
     source, out = tmp_path / "config.json", tmp_path / "out"
     source.write_text(json.dumps(llama_config()))
-    with scratch_beside(out, "init", {"model/a"}) as (folder, _):
+    with scratch_beside(out, {"model/a"}) as (folder, _):
         (folder / "model").mkdir()
         (folder / "model" / "a").write_text("of the first")
         second = refusal("pack", source, "--init", "1", "--layout", "pp=2", "--out", out)
@@ -183,31 +183,31 @@ def test_second_pack_is_refused_while_another_initializes_the_same_output(tmp_pa
 
 
 def test_process_that_inherited_the_lock_has_the_folder_until_it_ends(tmp_path: Path) -> None:
-    with scratch_beside(tmp_path / "out", "init", ()) as (_, lock):
+    with scratch_beside(tmp_path / "out", ()) as (_, lock):
         inherited = os.dup(lock)
         (folder := tmp_path / "saved").mkdir()
         os.rename(tmp_path / ".out.init", tmp_path / "saved" / ".out.init")  # as if its owner had been killed
     os.rename(folder / ".out.init", tmp_path / ".out.init")
-    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", "init", ()):
+    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", ()):
         pass
     assert refused.value.code == "output.in-use"
     os.close(inherited)
-    with scratch_beside(tmp_path / "out", "init", ()):
+    with scratch_beside(tmp_path / "out", ()):
         pass
     assert not (tmp_path / ".out.init").exists()
 
 
 def test_what_a_killed_pack_left_is_removed_and_files_of_others_are_refused(tmp_path: Path) -> None:
-    with scratch_beside(tmp_path / "out", "init", {"model/a"}) as (folder, _):
+    with scratch_beside(tmp_path / "out", {"model/a"}) as (folder, _):
         (folder / "model").mkdir()
         (folder / "model" / ".a.partial").write_text("half")
         os.rename(folder, tmp_path / "left")
     os.rename(tmp_path / "left", tmp_path / ".out.init")
-    with scratch_beside(tmp_path / "out", "init", {"model/b"}) as (folder, _):
+    with scratch_beside(tmp_path / "out", {"model/b"}) as (folder, _):
         assert [path.name for path in folder.iterdir()] == [".journal"]
     (tmp_path / ".out.init").mkdir()
     (tmp_path / ".out.init" / "mine").write_text("mine")
-    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", "init", {"model/b"}):
+    with pytest.raises(InputError) as refused, scratch_beside(tmp_path / "out", {"model/b"}):
         pass
     assert refused.value.code == "output.foreign-partial"
     assert (tmp_path / ".out.init" / "mine").read_text() == "mine"

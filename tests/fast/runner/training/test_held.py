@@ -110,7 +110,12 @@ def test_optimizer_with_moments_from_the_start_steps_as_torch_does(folder: Path)
     state = named(held)
     weights = {fqn: torch.nn.Parameter(w.clone()) for fqn, w in named(hold(folder, 1)[0])[0]["weights"].items()}
     options = optimizer.options
-    fill_with = {"lr": options.lr, "betas": options.betas, "eps": options.eps, "weight_decay": options.weight_decay}
+    fill_with = {
+        "lr": options.lr,
+        "betas": (options.beta1, options.beta2),
+        "eps": options.eps,
+        "weight_decay": options.weight_decay,
+    }
     plain = torch.optim.AdamW(weights.values(), **fill_with)
     for fqn, weight in weights.items():
         plain.state[weight] = {

@@ -41,7 +41,7 @@ def train_same_code(folder: Path, tied: bool, dtype: torch.dtype, order: Sequenc
     named = {family.to_hf(name): parameter for name, parameter in model.named_parameters()}
     embedding, head = named[f"{family.modules[0]}.weight"], named[HEAD]
     optimizer = torch.optim.AdamW(
-        named.values(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
+        named.values(), lr=OPTIM.lr, betas=(OPTIM.beta1, OPTIM.beta2), eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
     )
     run = Run()
     for step in range(steps):
@@ -98,7 +98,11 @@ def train_transformers(folder: Path, steps: int) -> Run:
 
     model = load(folder)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=OPTIM.lr, betas=OPTIM.betas, eps=OPTIM.eps, weight_decay=OPTIM.weight_decay
+        model.parameters(),
+        lr=OPTIM.lr,
+        betas=(OPTIM.beta1, OPTIM.beta2),
+        eps=OPTIM.eps,
+        weight_decay=OPTIM.weight_decay,
     )
     vocab_size = model.config.vocab_size
     run = Run()
