@@ -14,7 +14,7 @@ ScheduleName = Literal[
 ]
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 SINGLE_STAGE_SCHEDULES = ("GPipe", "1F1B")  # one stage on each rank
-V_SCHEDULES = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
+V_SCHEDULES: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")  # two on each rank, in style v
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _WHERE, _GROUP = Parameter("assumed.schedule"), Parameter("assumed.microbatch_group")
 

@@ -34,7 +34,7 @@ from reshard.formats.delta.read import (
     with_header_digests,
 )
 from reshard.formats.huggingface.read import open_checkpoint as open_folder
-from reshard.formats.huggingface.weight_map import read_shard_index
+from reshard.formats.huggingface.weight_map import SINGLE_NAME, read_shard_index
 from reshard.formats.table import OpenOptions
 from reshard.plans.pack_plan import OutputShard, lay_out_root, lay_out_shard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
@@ -46,7 +46,6 @@ from stores.bundles import TensorAt
 from stores.folders.publish import writing_to
 from stores.local import LocalFolder
 
-_SINGLE_NAME = "model.safetensors"
 _OF_VERSION = re.compile(r"\.v\d{6,}(?:_\d+)?$")
 
 
@@ -156,7 +155,7 @@ def _present(folder: Path) -> tuple[Checkpoint | None, int | None, Collection[st
         problem = f"has a {MANIFEST_NAME}, which would no longer be true"
         hint = "apply to a Hugging Face folder: reshard export MANIFEST --to hf --out DIR"
         raise OutputError(str(folder), problem, hint, code="output.has-manifest")
-    if not ((folder / INDEX_NAME).is_file() or (folder / _SINGLE_NAME).is_file()):
+    if not ((folder / INDEX_NAME).is_file() or (folder / SINGLE_NAME).is_file()):
         if others := sorted(name for name in os.listdir(folder) if name != ".cache"):
             problem = f"has other files than a model's: {others[0]}"
             hint = "choose an empty folder, or one with the weights of a version"

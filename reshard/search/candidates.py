@@ -17,7 +17,7 @@ from manifests.models.trainable import check_modules, generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
 from manifests.placement import Placement
-from manifests.schedules.rules import ScheduleName, check_schedule
+from manifests.schedules.rules import V_SCHEDULES, ScheduleName, check_schedule
 from reshard.estimate.assumptions import MOST_PASSES, Policy, num_passes
 from reshard.estimate.module_seconds import Hardware
 from reshard.layouts.model import Inventory, ModuleCosts, StageLayout
@@ -31,8 +31,7 @@ _MICROBATCHES = (1, 2, 4, 8)
 _MOST_EXPERT = 64  # expert-parallel ranks, where --ep does not say how many
 # Without GPipe and LoopedBFS: they wait as long as 1F1B and Interleaved1F1B, and need more memory.
 LOOP: tuple[ScheduleName, ...] = ("Interleaved1F1B", "InterleavedZeroBubble")
-V: tuple[ScheduleName, ...] = ("ZBVZeroBubble", "DualPipeV")
-SPLIT = ("InterleavedZeroBubble", *V)
+SPLIT = ("InterleavedZeroBubble", *V_SCHEDULES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ class Space:
                 self.refusals.setdefault(f"more than {self.shape.num_layers} stages: a stage has a layer or more")
                 return
             loop: tuple[ScheduleName, ...] = ("1F1B",) if virtual == 1 else LOOP
-            for style, schedules in (("", loop), (",style=v", V if virtual == 2 else ())):
+            for style, schedules in (("", loop), (",style=v", V_SCHEDULES if virtual == 2 else ())):
                 allowed = [name for name in self._allowed("schedule", schedules) if name in schedules]
                 if allowed and (layout := self._layout(pipeline, virtual, style)) is not None:
                     yield from ((layout, name) for name in allowed if not self._refusal(schedule=name))

@@ -13,12 +13,13 @@ from manifests.errors import Parameter, UsageError, check_count
 from manifests.models import ConfigReader, ModelShape
 from manifests.models.config import CONFIG_NAME
 from manifests.models.trainable import check_fields, check_positions, check_trainable, find_family, generic_entry
+from manifests.schedules.rules import V_SCHEDULES
 from reshard.estimate.assumptions import Assumptions, Policy
 from reshard.estimate.costs import times_of
 from reshard.formats.open import config_of
 from reshard.layouts.model import inventory_of_modules
 from reshard.packing.plan import model_name, open_model
-from reshard.search.candidates import LOOP, MARGIN, RECOMPUTE, Candidate, SearchRequest, Space, V
+from reshard.search.candidates import LOOP, MARGIN, RECOMPUTE, Candidate, SearchRequest, Space
 from reshard.search.cost_model import CandidateForecast, CostModel
 
 NUM_SHOWN = 5
@@ -126,7 +127,7 @@ def _check(request: SearchRequest) -> None:
         if request.gpus % (degree := request.fixed.get(name, 1)):
             problem = f"expected a divisor of {request.gpus}, the number of GPUs, found {degree}"
             raise UsageError(flag, problem, code="launch.degrees")
-    if request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V):
+    if request.fixed.get("schedule", "1F1B") not in ("1F1B", *LOOP, *V_SCHEDULES):
         flag, problem = "--schedule", "is not searched, as it needs more memory than 1F1B and waits as long"
     elif request.fixed.get("policy") == "fp32" and request.measured is None:
         flag, problem = "--dtype", "is not searched for fp32, as the rates of GPUs are those of bfloat16"

@@ -20,6 +20,7 @@ from manifests.schema import WEIGHTS
 from manifests.store import write_file
 from runner.bundle.packed import Packed
 from runner.checkpoint.adapter_record import AdapterRecord, adapters_of, check_base, files_of_peft, record_of
+from runner.checkpoint.shard_file import NAMES
 from runner.checkpoint.state import Held
 from runner.config.flags import TrainOptions
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
@@ -27,10 +28,8 @@ from runner.load.fill import bytes_of
 from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
 from runner.models.family import Family, OnTransformers
-from runner.tensors.local_shard import STORED_DTYPES, Piece
+from runner.tensors.local_shard import Piece
 from stores.folders.publish import publishing
-
-_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 def load_adapters(
@@ -132,7 +131,7 @@ def _config(adapters: Adapters, record: AdapterRecord) -> bytes:
 
 
 def _shard(tensors: Mapping[str, torch.Tensor], base_digest: str | None) -> bytes:
-    entries = layout_tensors((name, _NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items())
+    entries = layout_tensors((name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items())
     metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
     return b"".join(
         (encode_header(entries, metadata), *(bytes(bytes_of(tensor.contiguous())) for tensor in tensors.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -14,6 +14,7 @@ from manifests.models import ModelShape, check_readable, is_sized_by_files, mode
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import ModelDescription
 from reshard.copy.engine import hash_tensors
+from reshard.copy.runs import ByteCounter
 from reshard.formats.auxiliary import adapter_error
 from reshard.formats.huggingface.check_files import Weights, read_files
 from reshard.formats.table import CheckOptions
@@ -24,7 +25,6 @@ from stores.bundles import TensorAt
 
 TOKENIZER_NAME = "tokenizer.json"
 
-OnBytes = Callable[[int], object]
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,9}(?=\.)")  # a layer's or an expert's number in a tensor's name
 _MOST_NUMBERS = 4  # that are looked at in one name: two are common
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
@@ -52,7 +52,7 @@ def _check_model(
     folder: Folder,
     weights: Weights,
     findings: Findings,
-    progress: OnBytes,
+    progress: ByteCounter,
     description: ModelDescription | None,
 ) -> None:
     """Compare config.json and tokenizer.json with the tensors, whose bytes are read only where copies are tied."""
@@ -168,7 +168,7 @@ def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     yield from sorted(places.items())
 
 
-def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: OnBytes) -> None:
+def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: ByteCounter) -> None:
     """Report tied weights that are stored several times with different bytes."""
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     for group in shape.ties:
