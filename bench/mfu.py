@@ -39,6 +39,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, materialize, named_h
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.profiling.trace import Clock
 from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_masters, master_of, round_masters
 from runner.training.optimizer import Optimizer
@@ -76,11 +77,14 @@ def runner_step(config: dict[str, Any], cut: BatchOptions, device: torch.device)
     parameters = lead_parameters([chunk], ())
     placement = Placement(num_stages=1, num_ranks=1)
     metadata = plan_stage_metadata(chunk.family, (chunk.family.modules,), torch.bfloat16)
+    timetable = find_timetable("1F1B", placement, cut.num_microbatches)
+    clock = Clock(timetable.planned(cut.num_microbatches), 0, is_cuda=device.type == "cuda")
     engine = Engine(
-        schedule=build_schedule(find_timetable("1F1B", placement, cut.num_microbatches), [chunk], metadata, cut),
+        schedule=build_schedule(timetable, [chunk], metadata, cut),
         ties=(),
-        totals=StepTotals(parameters, (), device=device),
+        totals=StepTotals(parameters, (), device=device, num_times=clock.num_times),
         optimizer=Optimizer(parameters, OPTIONS),
+        clock=clock,
     )
     return lambda number: train_step(engine, batch_of(config, cut, number), number).loss
 

@@ -47,7 +47,6 @@ from runner.pipeline.losses import Loss, loss_of_run
 from runner.pipeline.timetable import Timetable
 from runner.preflight.combinations import combine, part_of, sharing_ranks, timetable_of
 from runner.preflight.start import Start, log_start, read_start
-from runner.profiling.trace import Clock
 from runner.proof.combination import Combination
 from runner.proof.options import RunOptions, self_check
 from runner.proof.proving import OF_COMBINATION, prove_once
@@ -86,11 +85,6 @@ class Ready:
     def num_steps(self) -> int:
         """How many steps were taken before this run."""
         return self.training.step if self.training else 0
-
-    @property
-    def clock(self) -> Clock:
-        assert self.engine.clock is not None, "training times its steps"
-        return self.engine.clock
 
     def rows_of(self, batch: Batch) -> Batch:
         """Return the rows of a batch that this rank's pipeline trains on."""

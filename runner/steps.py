@@ -72,7 +72,7 @@ def train_steps(
             if ready.options.evaluates_after(trained.step) and not report.is_last:
                 watchdog.beat(trained.step, "evaluation")  # which is not timed as a step
                 metrics.evaluation(trained.step, *evaluate(ready))
-                ready.clock.pause()
+                ready.engine.clock.pause()
                 watchdog.beat(trained.step)
             is_last = report.is_last
     return trained, trained.step < ready.options.steps
@@ -132,11 +132,11 @@ class _Steps:
         """Wait for this rank's rows; None: it has neither the first nor the last stage."""
         reader = self.feed.reader
         if reader is None:
-            self.ready.clock.note_data(0.0)
+            self.ready.engine.clock.note_data(0.0)
             return None
         with errors_of_rank(self.ready.mesh.rank), self.watchdog.waiting_for(reader.thread_id):
             batch, waited_s = reader.take()
-        self.ready.clock.note_data(waited_s)
+        self.ready.engine.clock.note_data(waited_s)
         if batch.cursor is not None:
             self.feed.num_skipped = batch.cursor.num_skipped
         self.feed.state = batch.state
@@ -161,7 +161,7 @@ class _Steps:
     def report(self, step: int, report: StepReport, started_s: float) -> None:
         """Write the metrics of a step that has ended, and its trace, whose writing is not timed as a step."""
         ready = self.ready
-        is_first, clock = ready.mesh.rank == 0, ready.clock
+        is_first, clock = ready.mesh.rank == 0, ready.engine.clock
         ranks = clock.split(step) if is_first else ()
         times = StepTimes(step_s=time.perf_counter() - started_s, data_s=clock.data_s(), ranks=ranks)
         num_skipped = self.feed.num_skipped if ready.options.data.skip_bad_documents else None

@@ -31,8 +31,8 @@ class Engine:
     ties: tuple[Tie, ...]
     totals: StepTotals
     optimizer: Optimizer
+    clock: Clock
     parallel: Parallel | None = None  # None: no other rank shares the stages of this one
-    clock: Clock | None = None  # None: steps are not timed
     loss: Loss | None = None  # of the schedule; None: cross-entropy
     mtp_loss: MtpLoss | None = None  # of the schedule, if the model has MTP layers
     balance: ExpertBalance | None = None  # None: nothing watches routers
@@ -79,13 +79,12 @@ def train_step(
     if engine.balance is not None:
         engine.balance.start(step + 1, cut)
     recorder, clock = engine.schedule.recorder, engine.clock
-    recorder.start(is_timed=clock is None or clock.times(step + 1))
+    recorder.start(is_timed=clock.times(step + 1))
     loss = engine.schedule.train(batch, cut)
     recorder.stop()
     if engine.parallel is not None:
         engine.parallel.reduce_gradients()
     sync_gradients(engine.ties)
-    times_s = partial(clock.read, recorder) if clock else tuple
     try:
         num_tokens = batch.num_tokens if batch else 0
         totals = engine.totals.reduce(
@@ -94,13 +93,12 @@ def train_step(
             _count(engine),
             is_last=is_last,
             is_damaged=is_damaged,
-            times_s=times_s,
+            times_s=partial(clock.read, recorder),
             addends=_addends(engine),
         )
     except RankError as error:
         raise error.within(f"step {step + 1}") from error
-    if clock is not None:
-        clock.note_exchange(totals.times_s)
+    clock.note_exchange(totals.times_s)
     for _, parameter in optimizer.parameters if totals.scale != 1 else ():
         if parameter.grad is not None:
             parameter.grad *= totals.scale

@@ -43,7 +43,7 @@ def run_job(job: Mapping[str, Any], world: World, device: torch.device) -> dict[
     sizes = options.batch
     for step in range(options.steps):
         batch = padded_batch(step, size=sizes.global_batch, seq_len=sizes.seq_len, vocab_size=job["vocab_size"])
-        ready.clock.note_data(0.0)
+        ready.engine.clock.note_data(0.0)
         report = train_step(ready.engine, batch, step)
         found["losses"].append(report.loss)
         found["norms"].append(report.grad_norm)
@@ -61,7 +61,7 @@ def memory_of(ready: Ready, device: torch.device) -> dict[str, Any]:
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     moments = [tensor for state in adamw.state.values() for tensor in state.values() if tensor.dim()]
     degrees, stages = ready.mesh.degrees, ready.launched.stage_modules
-    planned = planned_memory(ready.launched.shape, stages, ready.clock.table, ready.options, degrees)
+    planned = planned_memory(ready.launched.shape, stages, ready.engine.clock.table, ready.options, degrees)
     own = planned.ranks[ready.mesh.pipeline_rank]
     return {
         "fused": adamw.param_groups[0]["fused"],

@@ -30,6 +30,7 @@ from runner.pipeline.losses import Loss
 from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
+from runner.profiling.trace import Clock
 from runner.tensors.local_shard import persistent_buffers
 from runner.training.expert_balance import balance_experts
 from runner.training.gradient_norm import StepTotals, clip_gradients, sum_squares
@@ -91,13 +92,15 @@ def engine_of(
     timetable = find_timetable("1F1B", placement, batch.num_microbatches)
     metadata = plan_stage_metadata(family, stage_modules, torch.float32)
     schedule = build_schedule(timetable, chunks, metadata, batch, loss=loss)
-    totals = StepTotals(parameters, ties, device=CPU)
+    clock = Clock(timetable.planned(batch.num_microbatches), 0)
+    totals = StepTotals(parameters, ties, device=CPU, num_times=clock.num_times)
     mesh = Mesh(degrees=ParallelDims(pipeline=1), rank=0)
     return Engine(
         schedule=schedule,
         ties=ties,
         totals=totals,
         optimizer=Optimizer(parameters, OPTIM),
+        clock=clock,
         loss=loss,
         balance=balance and balance_experts(chunks, balance, batch, mesh, is_compiled=False),
     )

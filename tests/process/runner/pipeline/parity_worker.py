@@ -20,6 +20,7 @@ from runner.pipeline.chunk import StageChunk, build_chunks, hf_constants, hf_pie
 from runner.pipeline.schedule import Lane, Pipeline, Purpose, Schedule, build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import Timetable, find_timetable
+from runner.profiling.trace import Clock
 from runner.training.gradient_norm import StepTotals
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine, eval_counted, train_step
@@ -59,11 +60,13 @@ def run_case(case: Case, models: Path, out: Path, rank: int) -> dict[str, Any]:
     metadata, timetable = plan_stage_metadata(family, stage_modules, case.dtype), timetable_of(case, out)
     build = ThroughHost if case.is_through_host else build_schedule
     schedule: Schedule = build(timetable, chunks, metadata, BATCH)
+    clock = Clock(timetable.planned(BATCH.num_microbatches), rank)
     engine = Engine(
         schedule=schedule,
         ties=ties,
-        totals=StepTotals(parameters, ties, device=CPU),
+        totals=StepTotals(parameters, ties, device=CPU, num_times=clock.num_times),
         optimizer=Optimizer(parameters, OPTIM),
+        clock=clock,
     )
     found: dict[str, Any] = {"losses": [], "norms": [], "gradients": [], "evals": [], "num_tokens": []}
     for step in range(case.steps):

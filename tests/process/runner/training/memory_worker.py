@@ -47,7 +47,7 @@ def run_case(case: dict[str, Any], world: World) -> dict[str, Any]:
     planned = planned_memory(
         launched.shape,
         launched.stage_modules,
-        ready.clock.table,
+        ready.engine.clock.table,
         options,
         ready.mesh.degrees,
         host_memory=options.host_memory,
