@@ -26,24 +26,23 @@ def fill(
     reader: Reader,
     position: int,
     region: Slice,
-    hasher: Hasher | None = None,
-    blocks: PinnedBlocks | None = None,
+    hasher: Hasher | None,
+    blocks: PinnedBlocks,
 ) -> None:
     """Read a region of a tensor, stored as `dtype` from `position` on, and update `hasher` with its bytes.
 
     Bytes are read directly into the target where it is on the CPU, contiguous and of the same dtype, and elsewhere
-    through blocks. With the caller's `blocks`, copies have finished only when those are finished.
+    through `blocks`: copies have finished when those are finished.
 
     Shapes: `target` has the shape of `region`, which is within the stored shape `region.whole_shape`.
     """
     stored, scalar = region.whole_shape, not region.whole_shape
     if scalar:
         target, stored, region = target.view(1), (1,), Slice(offset=(0,), shape=(1,), whole_shape=(1,))
-    pinned = blocks or PinnedBlocks(target.device)
-    for block in blocks_of(stored, region, dtype.itemsize, pinned.nbytes):
+    for block in blocks_of(stored, region, dtype.itemsize, blocks.nbytes):
         rows = target[block.index]
         direct = _is_direct(rows, block, dtype)
-        read = rows if direct else pinned.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
+        read = rows if direct else blocks.take(dtype, block.nbytes // dtype.itemsize).view(block.rows)
         room = bytes_of(read)
         reader.read_into(room, position + block.begin)
         if hasher is not None:
@@ -52,9 +51,7 @@ def fill(
             for dim, begin in enumerate(block.inner, start=1):
                 read = read.narrow(dim, begin, rows.shape[dim])
             rows.copy_(read, non_blocking=True)
-            pinned.sent()
-    if blocks is None:
-        pinned.finish()
+            blocks.sent()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from manifests.slices import Slice
 from runner.load import fill as regions
-from runner.load.fill import blocks_of, fill, ranges_of
+from runner.load.fill import PinnedBlocks, blocks_of, fill, ranges_of
 
 POSITION = 40  # of a stored tensor in its file
 
@@ -66,7 +66,7 @@ def test_box_is_filled_from_its_own_bytes(region: Slice, dtype: torch.dtype, is_
     tensor, memory = stored(region.whole_shape)
     target = torch.empty(region.shape[::-1] if is_turned else region.shape, dtype=dtype)
     target = target.permute(tuple(reversed(range(target.dim())))) if is_turned else target
-    fill(target, torch.float32, memory, POSITION, region)
+    fill(target, torch.float32, memory, POSITION, region, None, PinnedBlocks(target.device))
     assert target.equal(cut(tensor, region).to(dtype))
     ends = [begin + length for begin, length in memory.read]
     assert all(begin >= end for (begin, _), end in zip(memory.read[1:], ends, strict=False))  # no byte twice
