@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,7 +38,7 @@ from runner.distributed.world import World, device_of, join_world
 from runner.evaluation.evaluate import check_same_data
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.after_run import measure_fixed_share, measure_link
-from runner.measure.of_run import write_run_times
+from runner.measure.of_run import read_run_times, write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad, StepProgress
 from runner.metrics.sinks import open_sinks
@@ -190,8 +191,9 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             link = measure_link(device, *sizes)
             fixed_share = measure_fixed_share(device, *sizes, FLAG_DTYPES[options.compute.dtype])
             if world.rank == 0:
-                trained_counts = trained_params(options, ready.launched.shape)
-                write_run_times(ready.launched, options.log_dir, ready.mesh.degrees, link, trained_counts, fixed_share)
+                counts, degrees = trained_params(options, ready.launched.shape), ready.mesh.degrees
+                times = partial(read_run_times, ready.launched, options.log_dir, degrees, link, counts, fixed_share)
+                write_run_times(options.log_dir, times)
 
 
 def check_writes(ready: Ready, world: World) -> None:

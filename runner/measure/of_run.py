@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -130,19 +130,11 @@ def _count_on_ranks(packed: Packed, degrees: ParallelDims, trained: Mapping[str,
     return [(dense[rank] // degrees.tensor, experts[rank] // degrees.expert) for rank in range(placement.num_ranks)]
 
 
-def write_run_times(
-    packed: Packed,
-    log_dir: Path,
-    degrees: ParallelDims | None = None,
-    link: Link | None = None,
-    trained: Mapping[str, int] | None = None,
-    fixed_share: float = 0.0,
-) -> None:
+def write_run_times(log_dir: Path, read: Callable[[], MeasuredTimes]) -> None:
     """Write the times of a run that has ended into its folder; a failure is logged, and does not fail the run."""
     path = log_dir / TIMES_NAME
     try:
-        times = read_run_times(packed, log_dir, degrees, link, trained, fixed_share)
-        write_file(path, times.encode(), is_durable=False)
+        write_file(path, read().encode(), is_durable=False)
     except UserError as error:
         logger.warning("note: %s is not written: %s", path, error)
     except OSError as error:

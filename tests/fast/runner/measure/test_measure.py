@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,7 +130,7 @@ def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path)
     log.mkdir()
     write_metrics(log)
     write_traces(log, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
-    write_run_times(packed, log)
+    write_run_times(log, partial(read_run_times, packed, log))
     modules = read_times(log / "times.json").modules
     assert tuple(modules) == packed.shape.modules
     for stage, names in enumerate(packed.stage_modules):
@@ -152,7 +153,7 @@ def test_times_of_a_run_that_splits_backwards_are_those_of_whole_ones(
     (log / "run.json").write_text(json.dumps({"id": "c0ffee", "launches": [{"resolved": how}]}))
     write_metrics(log)
     write_traces(log, "InterleavedZeroBubble", packed.manifest.placement, 4)
-    write_run_times(packed, log)
+    write_run_times(log, partial(read_run_times, packed, log))
     times = read_times(log / "times.json")
     assert {name: times.how.get(name) for name in how} == how
     for stage, names in enumerate(packed.stage_modules):
@@ -235,7 +236,7 @@ def test_run_of_other_stages_or_without_a_trace_has_no_times(
             read_run_times(packed, log)
         assert (caught.value.code, caught.value.where) == (code, str(log))
         wording(str(caught.value).replace(str(tmp_path), "TMP"))
-        write_run_times(packed, log)
+        write_run_times(log, partial(read_run_times, packed, log))
         assert code in caplog.messages[-1]
         write_traces(log, "1F1B", Placement(num_stages=4, num_ranks=4, style="loop"), 4)
     assert not (log / "times.json").exists()
