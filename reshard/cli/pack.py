@@ -158,9 +158,7 @@ _GROUPS = {
         "init", "dtype", "dequantize", "adapters", "merge_slices", "max_shard_nbytes", *_BYTES,
     ),
     "Remote": _REMOTE,
-    "Clusters": (
-        "part", "num_parts", "scheduler", "image", "mounts", "partition", "account", "time", "sbatch_arg",
-    ),
+    "Clusters": (*Division.__dataclass_fields__,),
 }  # fmt: skip
 _EXPORT_GROUPS = {
     "What and where": (
