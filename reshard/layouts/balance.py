@@ -51,12 +51,8 @@ def read_balance(request: Request) -> StageLayout:
     return layout_of(request, split.bounds, degrees)
 
 
-def balances_memory(spec: str) -> bool:
-    return re.match(r"\s*balance\s*:\s*memory\b", spec) is not None
-
-
-def balances_time(spec: str) -> bool:
-    return re.match(r"\s*balance\s*:\s*time\b", spec) is not None
+def balances(spec: str, cost: str) -> bool:
+    return re.match(rf"\s*balance\s*:\s*{cost}\b", spec) is not None
 
 
 def unsolved(request: Request) -> StageLayout:

@@ -25,7 +25,7 @@ from reshard.estimate.costs import costs_of
 from reshard.formats.open import config_of, find_config, links_of, open_config, open_with_model_file
 from reshard.formatting import shorten
 from reshard.layouts import StageLayout, parse_layout
-from reshard.layouts.balance import balances_memory, balances_time, unsolved
+from reshard.layouts.balance import balances, unsolved
 from reshard.layouts.degrees import read_words
 from reshard.layouts.model import InFlight, Inventory, Request, inventory_of_layers, inventory_of_modules
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
@@ -241,7 +241,7 @@ def layout(
     mtp = check_count(Parameter("mtp"), mtp, least=0, most=MAX_LAYERS)
     costs = {"time": {module: time.total for module, time in measured.items()}} if measured else {}
     lone = _read(LayoutRequest(spec=spec, num_ranks=pp), inventory_of_layers(layers, mtp), costs)
-    if measured and not balances_time(spec):
+    if measured and not balances(spec, "time"):
         problem, hint = f"{shorten(spec)} does not balance by time", "leave it out, or use balance:time"
         raise UsageError(Parameter("measured"), problem, hint, code="options.conflict")
     return lone
@@ -307,7 +307,7 @@ def _solve(
 ) -> StageLayout:
     """Solve for a layout whose ranks stay within the memory limit, if there is one."""
     assert request.spec is not None
-    if assumed.memory_limit is None and not balances_memory(request.spec):
+    if assumed.memory_limit is None and not balances(request.spec, "memory"):
         return _read(request, inventory, costs)
 
     placed = unsolved(Request(spec=request.spec, inventory=inventory, num_ranks=request.num_ranks))
