@@ -57,10 +57,6 @@ class LoraOptions:
     )  # fmt: skip
 
     def __post_init__(self) -> None:
-        if not 0 <= self.alpha < math.inf:
-            raise UsageError(
-                "--lora-alpha", f"expected a number >= 0, found {self.alpha}", code="options.invalid-value"
-            )
         if self.experts and self.dropout:
             raise UsageError(
                 "--lora-dropout",
