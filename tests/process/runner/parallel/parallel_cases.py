@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 VOCAB_SIZE = 96
-# Whose norms get gradients in float32, which FSDP rounds by microbatch and one rank does not: AdamW makes much of it.
-ROUNDED = ("BeamForCausalLM", "OlmoHybridForCausalLM")
+# Some of whose gradients are float32, which FSDP rounds by microbatch and one rank does not: AdamW makes much of it.
+ROUNDED = ("BeamForCausalLM", "Mamba2ForCausalLM", "OlmoHybridForCausalLM")
 TWO_DTYPES = (
     "BailingHybridForCausalLM", "Ernie4_5_MoeForCausalLM", "FalconMambaForCausalLM", "FlintForCausalLM",
-    "HunYuanMoEV1ForCausalLM", "InklingForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "OpenAIGPTLMHeadModel",
+    "HunYuanMoEV1ForCausalLM", "InklingForCausalLM", "MambaForCausalLM", "OpenAIGPTLMHeadModel",
     "XGLMForCausalLM", *ROUNDED,
 )  # fmt: skip
 _TIED = {"tie_word_embeddings": True}
@@ -100,6 +100,8 @@ class Case:
     @property
     def tolerance(self) -> float:
         data, tensor = _MIXED_TOLERANCES if self.is_mixed else (_DATA_TOLERANCE, _TENSOR_TOLERANCE)
+        if self.model in ROUNDED:
+            data *= 2  # some of their rounded gradients cancel out
         return data if self.tensor == 1 and "--compile" not in self.flags else tensor  # compiled, sums are fused
 
     @property
