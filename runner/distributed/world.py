@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from manifests.errors import LaunchError
 from runner.config.flags import Device
+from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.profiling.step_times import StartTimes
 
 logger = logging.getLogger("runner")
@@ -72,6 +73,23 @@ def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False
         torch.cuda.set_device(device)
         backend = "gloo" if shares_gpu else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    check_same_kind(device)
+
+
+def check_same_kind(device: torch.device) -> None:
+    """Check that all ranks train on GPUs, or none: with `--device auto`, those of a node without a driver would not.
+
+    Every rank calls this. They would wait for each other in the first exchange, one with NCCL and one with gloo.
+    """
+    num_gpus = from_all_ranks(device.type).count("cuda")
+    with raise_on_all_ranks("device"):
+        if num_gpus and device.type == "cpu":
+            raise LaunchError(
+                "--device",
+                f"torch finds no GPU for this rank, and {num_gpus} ranks have one",
+                "check nvidia-smi on this node, or train on CPUs with --device cpu",
+                code="launch.too-few-gpus",
+            )
 
 
 def same_gpu() -> Callable[[], None]:

@@ -102,6 +102,11 @@ def test_rank_that_has_left_fails_no_rate_of_a_run_that_is_done() -> None:
     assert "rate: None" in first.splitlines()
 
 
+def test_rank_without_a_gpu_beside_ranks_that_have_one_is_named_before_they_wait_for_it() -> None:
+    ended = ["same kind", "same kind", "launch.too-few-gpus of rank 1"]
+    assert [said.splitlines() for said in launch(2, "runner/distributed/kinds_worker.py")] == [ended, ended]
+
+
 @pytest.fixture(scope="module")
 def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Bundles for two ranks, of which the second has one flipped bit."""
