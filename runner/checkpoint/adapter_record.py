@@ -74,7 +74,8 @@ def check_adapters(origin: Packed, options: TrainOptions, training: TrainingStat
         odd = next((name for name in {**stored, **mine} if stored.get(name) != mine.get(name)), "none of the options")
         problem = f"has adapters with {odd} {stored.get(odd)!r}, and this run trains "
         problem += f"{odd} {mine[odd]!r}" if odd in mine else "none"
-        raise CheckpointError(origin.where, problem, "repeat its --lora flags", code="resume.other-adapters")
+        hint = "repeat --lora-rank and the other LoRA flags of the run that wrote it"
+        raise CheckpointError(origin.where, problem, hint, code="resume.other-adapters")
 
 
 def check_launched(launched: Packed) -> None:

@@ -88,7 +88,7 @@ def plan_groups(
     check_flags_are_used(plan, options.given, name)
     if options.lora is not None and (plan.kinds is not None or name not in (None, "adamw", "adam")):
         problem = "adapters are trained by AdamW or Adam, without groups or an average"
-        raise UsageError("--lora", problem, "leave --optimizer and --ema out", code="options.lora-combination")
+        raise UsageError("--lora-rank", problem, "leave --optimizer and --ema out", code="options.lora-combination")
     if stored is not None:
         check_state_fits(plan, stored, shape, where, trains)
     options = replace(options, optim=replace(options.optim, plan=plan))

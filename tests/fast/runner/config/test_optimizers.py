@@ -307,7 +307,7 @@ def test_adapters_have_no_groups(tmp_path: Path, flags: tuple[str, ...]) -> None
     words = (write(tmp_path, ADAMWS) if word == "FILE" else word for word in flags)
     with pytest.raises(UserError) as error:
         planned("--lora-rank", "4", *words)
-    assert error.value.code == "options.lora-combination"
+    assert (error.value.where, error.value.code) == ("--lora-rank", "options.lora-combination")
 
 
 @pytest.mark.parametrize(
