@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import errno
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from os import PathLike
 from typing import Self, SupportsIndex
 
 # Errors of a disk, a mount or a network rather than of the file.
@@ -262,6 +263,11 @@ def as_int(value: object) -> object:
         with suppress(TypeError):  # of an array
             return operator.index(value)
     return value
+
+
+def as_texts(value: str | PathLike[str] | Iterable[str | PathLike[str]]) -> tuple[str, ...]:
+    """Return names or paths as text; a single one may be outside a list."""
+    return (str(value),) if isinstance(value, str | PathLike) else tuple(map(str, value))
 
 
 def check_count(parameter: Parameter, value: object, *, least: int = 1, most: int | None = None) -> int:

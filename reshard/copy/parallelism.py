@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
 
+from manifests.errors import Parameter, check_count
 from reshard.copy.runs import is_remote
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.slices import pieces_of
@@ -60,6 +61,11 @@ class Parallelism:
     num_streams: int | None = None
     memory_nbytes: int = MEMORY_NBYTES
     used: Used = field(default_factory=Used, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_threads", "num_streams"):
+            if (number := getattr(self, name)) is not None:
+                check_count(Parameter(f"parallelism.{name}"), number, least=0)
 
     @property
     def most_threads(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.errors import Parameter, UsageError
+from manifests.errors import Parameter, UsageError, as_texts
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
@@ -61,14 +61,16 @@ def merge(
         >>> done.num_merged
         8
     """
-    adapters = [adapters] if isinstance(adapters, str | Path) else adapters
-    if weights and len(weights) != len(adapters):
-        problem = f"expected one for each of {len(adapters)} adapters, found {len(weights)}"
+    folders = as_texts(adapters)
+    if not folders:
+        raise UsageError(Parameter("adapters"), "expected one or more, found none", code="options.invalid-value")
+    if weights and len(weights) != len(folders):
+        problem = f"expected one for each of {len(folders)} adapters, found {len(weights)}"
         raise UsageError(Parameter("weights"), problem, "leave it out to add them as they are", code="options.conflict")
     checkpoint = open_source(str(base))
     address = output_address(out)
     check_export_to(address, checkpoint, force=force)
-    pairs = list(zip(map(str, adapters), weights or [1.0] * len(adapters), strict=True))
+    pairs = list(zip(folders, weights or [1.0] * len(folders), strict=True))
     merged = merge_adapters(checkpoint, pairs)
     check_stored_ties(merged, can_drop=False)
     merged = forget_source(merged)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 from manifests.brief import brief
-from manifests.errors import OutputError, Parameter, UsageError, check_choice
+from manifests.errors import OutputError, Parameter, UsageError, check_choice, check_count
 from manifests.index import MAX_SHARD_NBYTES
 from manifests.invariants import MANIFEST_NAME
 from manifests.schema import Manifest
@@ -56,6 +56,8 @@ class PackOptions:
         self.conversion.check()
         check_choice(Parameter("io"), self.write.io, get_args(Io))
         if self.part is not None:
+            check_count(Parameter("part"), self.part.of, most=_MAX_PARTS)
+            check_count(Parameter("part"), self.part.number, most=self.part.of)
             self.check_divided(Parameter("part"))
         if not self.virtual and self.stages is None:
             return

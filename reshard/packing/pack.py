@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from manifests.errors import Parameter, check_count
+from manifests.errors import Parameter, as_texts, check_count
 from manifests.index import MAX_SHARD_NBYTES, MOST_READ_HEADER_NBYTES
 from reshard.copy.destination import check_apart
 from reshard.copy.engine import WriteOptions
@@ -181,7 +181,7 @@ def pack(
         out=output_address(out),
         layout=LayoutRequest(spec=layout, num_ranks=pp),
         conversion=conversion or Conversion(),
-        drop=drop,
+        drop=as_texts(drop),
         model=None if model is None else Path(model),
         virtual=virtual,
         stages=stages,

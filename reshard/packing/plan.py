@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from manifests.brief import brief
 from manifests.command.interpreter import collector_paused
 from manifests.command.sizes import parse_size, write_size
-from manifests.errors import Parameter, UsageError, check_count
+from manifests.errors import Parameter, UsageError, as_texts, check_count
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, MAX_LAYERS
@@ -149,7 +149,7 @@ def plan(
     """
     assumed = assumed or Assumptions()
     check_assumptions(assumed)
-    checkpoint = open_model(str(source), frozenset(drop), None if model is None else Path(model))
+    checkpoint = open_model(str(source), frozenset(as_texts(drop)), None if model is None else Path(model))
     request = LayoutRequest(spec=layout, num_ranks=pp)
     if assumed.run is not None:
         from reshard.estimate.module_seconds import with_times_of_run  # most plans are of none

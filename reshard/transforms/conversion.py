@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from manifests.errors import Parameter, SourceError, UsageError, check_choice
+from manifests.errors import Parameter, SourceError, UsageError, as_texts, check_choice
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
@@ -57,7 +57,7 @@ def convert(checkpoint: Checkpoint, conversion: Conversion) -> Checkpoint:
     if conversion.dequantize is not None:
         checkpoint = dequantize(checkpoint, STORED[conversion.dequantize])
     if conversion.adapters:
-        checkpoint = merge_adapters(checkpoint, [(adapter, 1.0) for adapter in conversion.adapters])
+        checkpoint = merge_adapters(checkpoint, [(adapter, 1.0) for adapter in as_texts(conversion.adapters)])
     if conversion.dtype is not None:
         if checkpoint.moments:
             problem = "cannot cast the weights of a training checkpoint, which has optimizer state"

@@ -15,12 +15,15 @@ import torch
 from safetensors.torch import load_file
 
 import reshard
-from tests.builders import EMBEDDING, HEAD, files_in, llama_config, write_model
+from tests.builders import EMBEDDING, HEAD, Tensor, files_in, llama_config, random_tensors, write_model
 from tests.builders import reshard as command
+from tests.fast.reshard.transforms.adapters import write_adapter
 from tests.fast.runner.tiny import save_model
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import write_trained
 from tools import api
+
+NUMBER = Tensor(dtype="F32", shape=(1,), data=bytes(4))
 
 
 @pytest.fixture
@@ -82,6 +85,34 @@ def test_what_is_no_integer_is_refused(value: Any, model: Path) -> None:
         with pytest.raises(reshard.UsageError) as refused:
             call()
         assert refused.value.code == "options.invalid-value"
+
+
+def test_one_name_or_folder_may_be_outside_a_list(tmp_path: Path) -> None:
+    write_model(tmp_path / "model-with-more", llama_config(), {**random_tensors(llama_config()), "more.w": NUMBER})
+    adapter = write_adapter(tmp_path / "adapter")
+    for drop in ("more.w", ["more.w"], "more"):
+        planned = reshard.plan(tmp_path / "model-with-more", "pp=2", drop=drop)
+        assert planned.checkpoint.record.dropped == ("more.w",)
+    for name, adapters in (("lone", str(adapter)), ("path", adapter), ("list", [str(adapter)])):
+        conversion = reshard.Conversion(adapters=cast(Any, adapters))
+        reshard.pack(tmp_path / "model-with-more", tmp_path / name, "pp=2", drop="more", conversion=conversion)
+    assert files_in(tmp_path / "lone") == files_in(tmp_path / "path") == files_in(tmp_path / "list")
+
+
+def test_counts_that_make_no_sense_are_refused_before_anything_is_written(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: reshard.pack(model, out, "pp=2", part=reshard.Part(number=3, of=2)),
+        lambda: reshard.pack(model, out, "pp=2", part=reshard.Part(number=0, of=2)),
+        lambda: reshard.pack(model, out, "pp=2", parallelism=reshard.Parallelism(num_threads=-1)),
+        lambda: reshard.pack(model, out, "pp=2", parallelism=reshard.Parallelism(num_streams=cast(Any, "2"))),
+        lambda: reshard.merge(model, [], out),
+    )
+    for call in calls:
+        with pytest.raises(reshard.UsageError) as refused:
+            call()
+        assert refused.value.code == "options.invalid-value"
+    assert not list(tmp_path.glob("*out*"))
 
 
 def test_no_stage_to_verify_is_refused(model: Path, tmp_path: Path) -> None:
