@@ -247,7 +247,7 @@ def _begin(
     engine = build_engine(stages, chunks, options, timetable, mesh, batch, loss)
     with deferred.comes_first():
         check_equal(engine.ties)
-    seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor)
+    seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor, 0 if training is None else training.step)
     if training is not None:
         start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
         engine.optimizer.resume(training.step, steps)

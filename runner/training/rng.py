@@ -12,10 +12,10 @@ from manifests.errors import CheckpointError
 from manifests.schema import RandomState
 
 
-def seed_rng(seed: int, rank: int) -> None:
-    """Seed this rank's generator, which dropout draws from, from the run's seed and the rank."""
-    # A generator uses 32 bits of its seed: hash both numbers into them.
-    mixed = blake2b(f"{seed} rank {rank}".encode(), digest_size=4).digest()
+def seed_rng(seed: int, rank: int, step: int = 0) -> None:
+    """Seed this rank's generator, which dropout draws from: from the run's seed, the rank, and the steps before."""
+    # A generator uses 32 bits of its seed: hash all numbers into them.
+    mixed = blake2b(f"{seed} rank {rank}{f' step {step}' * (step > 0)}".encode(), digest_size=4).digest()
     torch.manual_seed(int.from_bytes(mixed, "little"))
 
 

@@ -20,7 +20,7 @@ from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
 from runner.tensors.local_shard import Piece
 from runner.training.optimizer import Optimizer
-from runner.training.rng import restore_rng, rng_state
+from runner.training.rng import restore_rng, rng_state, seed_rng
 from runner.training.ties import build_ties, lead_parameters
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, fill, head_tie, read_config, save_model, split_evenly
@@ -151,6 +151,16 @@ def test_random_numbers_go_on_where_they_were_on_as_many_ranks() -> None:
     assert not restore_rng((other, state), 0, 1, CPU)
     assert not restore_rng((), 0, 1, CPU)
     assert torch.get_rng_state().equal(now)
+
+
+def test_run_on_other_ranks_does_not_draw_again_what_it_began_with() -> None:
+    drawn = []
+    for rank, step in ((0, 0), (1, 0), (0, 4), (1, 4), (0, 8)):
+        seed_rng(5, rank, step)
+        drawn.append(tuple(torch.rand(4).tolist()))
+    assert len({*drawn}) == 5
+    seed_rng(5, 0)
+    assert tuple(torch.rand(4).tolist()) == drawn[0]
 
 
 def test_writer_of_a_part_keeps_no_more_than_that_part(tmp_path: Path) -> None:
