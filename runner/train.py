@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +35,7 @@ from runner.distributed.fail_together import errors_of_rank, from_all_ranks, fro
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, StoppedError, Watchdog, enable_flight_recorder, log_to_file
-from runner.distributed.world import World, device_of, join_world
+from runner.distributed.world import World, check_reachable, device_of, join_world
 from runner.evaluation.evaluate import check_same_data
 from runner.load.local_cache import check_same_manifest, fetch_to_cache
 from runner.measure.after_run import measure_fixed_share, measure_link
@@ -81,6 +82,7 @@ def train(address: str, options: TrainOptions, world: World) -> None:
     options.degrees.resolve(manifest.layout.num_ranks, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with errors_of_rank(world.rank):
+        check_reachable(world, socket.gethostname())
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     world.start.end("meet_s")

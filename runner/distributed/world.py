@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,6 +21,7 @@ from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
 from runner.profiling.step_times import StartTimes
 
 logger = logging.getLogger("runner")
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,37 @@ def device_of(world: World, device: Device) -> torch.device:
             code="launch.too-few-gpus",
         )
     return torch.device("cuda", world.local_rank)
+
+
+def check_reachable(world: World, host: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Check, on another machine than node 0, that others reach it at the address that gloo takes from its host name.
+
+    That is the first one that can be bound; Debian's /etc/hosts has 127.0.1.1. Where there is none, gloo uses loopback.
+    Source: torch 2.13, ProcessGroupGloo.cpp, createDefaultDevice.
+    """
+    is_alone = world.size == world.local_size or _bindable_address(environment.get("MASTER_ADDR", "")) is not None
+    if is_alone or _INTERFACE in environment:
+        return
+    address = _bindable_address(host)
+    if address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+        raise LaunchError(
+            host,
+            f"other nodes cannot reach this one: its host name resolves to {address or 'no address of this machine'}",
+            f"correct /etc/hosts, or name a network interface: --env {_INTERFACE}=eth0",
+            code="launch.unreachable-node",
+        )
+
+
+def _bindable_address(host: str) -> str | None:
+    try:
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return None
+    for family, kind, protocol, _, address in entries:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return str(address[0])
+    return None
 
 
 def join_world(device: torch.device, timeout_s: int, *, shares_gpu: bool = False) -> None:

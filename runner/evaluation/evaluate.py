@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +26,7 @@ from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
-from runner.distributed.world import World, device_of, join_world
+from runner.distributed.world import World, check_reachable, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
 from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
 from runner.load.load import load_tensors
@@ -192,6 +193,7 @@ def meet(options: EvalOptions, world: World) -> tuple[ReadManifest, torch.device
     check_world(manifest, world.size)
     set_rank_label(world.rank, stages_of(manifest, world.rank, world.size))
     with errors_of_rank(world.rank):
+        check_reachable(world, socket.gethostname())
         device = device_of(world, options.device)
     join_world(device, options.timeout_s)
     check_same_manifest(str(read), read.digest)
