@@ -134,14 +134,19 @@ def _phi3_block(config: ConfigReader, width: int) -> Component:
 
     Shapes: qkv_proj ((H + 2 K) h, D), o_proj (D, H h), gate_up_proj (2 F, D), down_proj (D, F).
     Kept: as `manifests.models.components.attention` and `gated_mlp`, attention's output in another order of memory too;
-    with the values, all that qkv_proj returns.
+    with the values, all that qkv_proj returns. None of that remains, nor the keys, where they are repeated.
     """
     heads, kv_heads, size = _heads(config, width)
     ffn, keys = config.count("intermediate_size"), kv_heads * size
+    replaced = 2 * width if kv_heads == heads else width + 3 * keys
     attention = (
         linear(width, width + 2 * keys).below("qkv_proj")
         + linear(width, width).below("o_proj")
-        + Component(work=Work(flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads, products=width))
+        + Component(
+            work=Work(
+                flops_per_key=4 * width, saved=4 * width + 3 * keys, saved_fp32=heads, products=width, keys=replaced
+            )
+        )
     )
     gated = (
         linear(width, 2 * ffn).below("gate_up_proj")

@@ -37,7 +37,9 @@ WIDE_LATENTS = {
 }  # fmt: skip
 
 
-def kept_of_layer(config: dict[str, Any], index: int, dtype: torch.dtype, seq_len: int = 32) -> int:
+def kept_of_layer(
+    config: dict[str, Any], index: int, dtype: torch.dtype, seq_len: int = 32, *, is_masked: bool = False
+) -> int:
     """Give the bytes that autograd keeps of one layer on the CPU.
 
     Tensors that hold no activation are not counted: weights, rotary tables, indices.
@@ -48,6 +50,7 @@ def kept_of_layer(config: dict[str, Any], index: int, dtype: torch.dtype, seq_le
     hidden = torch.randn(batch, seq_len, config["hidden_size"], dtype=dtype, requires_grad=True)
     tables = model.model.rotary_emb(hidden, position)
     known = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *tables)}
+    mask = torch.ones(batch, 1, seq_len, seq_len, dtype=torch.bool) if is_masked else None
     kept, held = {}, []
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,7 +61,7 @@ def kept_of_layer(config: dict[str, Any], index: int, dtype: torch.dtype, seq_le
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        layer(hidden, position_embeddings=tables, attention_mask=None, position_ids=position)
+        layer(hidden, position_embeddings=tables, attention_mask=mask, position_ids=position)
     return sum(kept.values())
 
 
@@ -169,6 +172,20 @@ def test_masks_and_the_keys_of_whole_rows_are_kept(changes: dict[str, Any]) -> N
     part = replace(plain, seq_len=32 // masked.context)  # as long as the rank's part
     planned, of_part = (memory_of(shape, training, 1)["model.layers.0"] for training in (masked, part))
     assert planned - of_part == by_masks - without
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-phi3"])
+@pytest.mark.parametrize("num_keys", [8, 4, 2])
+def test_masks_are_kept_and_keys_that_heads_share_are_repeated(name: str, num_keys: int) -> None:
+    config = read_config(name, **WIDE, num_attention_heads=8, num_key_value_heads=num_keys)
+    config.pop("head_dim", None)
+    masked, plain = (kept_of_layer(config, 0, torch.float32, is_masked=is_masked) for is_masked in (True, False))
+    shape, training = model_shape(config), replace(FP32, seq_len=32, host_memory="compact")
+    planned = [
+        memory_of(shape, replace(training, keeps_documents=is_masked), 1)["model.layers.0"]
+        for is_masked in (True, False)
+    ]
+    assert planned[0] - planned[1] == masked - plain
 
 
 def test_recomputed_layers_keep_the_mask_of_their_stage() -> None:
