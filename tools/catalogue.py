@@ -38,12 +38,13 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.models import ConfigReader
-from manifests.models.by_names import heads_width
 from manifests.models.catalogue import CatalogueEntry, make_entry
+from manifests.models.work_by_names import heads_width
 from runner.models.generic import Generic
 from runner.models.routers import routers_of
 from runner.pipeline.chunk import StageChunk, cast
 from tools.config_fields import NotDescribedError, Tensors, Variants, build, names_in_files, scan_fields
+from tools.kept import kept_of
 from tools.parity import Layers, compare, look_at_layers
 from tools.shared_parity import expert_parallel, refusing_cp, why_not_tensor_parallel
 from tools.tiny_models import LAYERS, MULTIMODAL, decoder_classes, tiny_config
@@ -173,12 +174,15 @@ def describe(model_class: type[PreTrainedModel]) -> dict[str, Any]:
     if has_uneven_experts(model, prefix):
         entry["uneven"] = True
     entry |= work_of(model_class, config, decoder, path, kind_of, entry)
-    for kind in further if "per_key" in entry else ():
+    entry |= kept_of(make_entry(model_class.__name__, entry), path, kind_of)
+    for kind in further:
         alike = [kinds[known] & kind for known in range(len(kinds))]
         nearest = max(
             range(len(kinds)), key=lambda known: (sum("attn" in name for name in alike[known]), len(alike[known]))
         )
-        entry["per_key"].append(entry["per_key"][nearest])
+        for name in ("per_key", "kept"):
+            if name in entry:
+                entry[name].append(entry[name][nearest])
     layers = look_at_layers(model_class.__name__, path)
     entry |= {name: value for name in ("num_results", "carried", "reshapes") if (value := getattr(layers, name))}
     if why := why_not_trained(model_class, entry, layers):

@@ -48,6 +48,24 @@ _SMALL: Mapping[str, Any] = {
     **dict.fromkeys(DROPOUTS, 0.0),
 }  # fmt: skip
 
+# In the proportions of true models, for what is measured; heads of equal widths, as a fused attention on CPUs has.
+WIDE: Mapping[str, Any] = {
+    **_SMALL,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 256),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "d_ff"), 896),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 8),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 4),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 96),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 16),
+    **dict.fromkeys(("head_dim", "v_head_dim", "kv_channels"), 32),
+    **dict.fromkeys(("kv_lora_rank", "hidden_size_per_layer_input", "mamba_d_head", "global_head_dim"), 64),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 128),
+    "q_lora_rank": 96,
+    "sliding_window": 512,
+}
+
 # What a config needs besides, where its own checks or its model refuse these sizes, or where they would leave out a
 # kind of layer that the architecture has.
 _OWN: Mapping[str, Mapping[str, Any]] = {
@@ -173,8 +191,8 @@ def decoder_classes() -> Iterator[tuple[str, type[PreTrainedModel]]]:
         yield name, getattr(transformers, name)
 
 
-def tiny_config(model: type[PreTrainedModel], **changes: Any) -> Any:
-    """Return a config of a few layers and small widths.
+def tiny_config(model: type[PreTrainedModel], sizes: Mapping[str, Any] = _SMALL, **changes: Any) -> Any:
+    """Return a config of a few layers and small widths, or those of `sizes`.
 
     Raises:
         Exception: whatever the config class raises of a config that it refuses.
@@ -184,11 +202,11 @@ def tiny_config(model: type[PreTrainedModel], **changes: Any) -> Any:
     for name, value in changes.items():
         own[name] = {**own[name], **value} if name.endswith("text_config") and name in own else value
     if model.__name__ in MULTIMODAL:
-        return _multimodal(kind, own)
-    return _tiny(kind, own)
+        return _multimodal(kind, own, sizes)
+    return _tiny(kind, own, sizes)
 
 
-def _multimodal(kind: Any, own: Mapping[str, Any]) -> Any:
+def _multimodal(kind: Any, own: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
     """Return a config whose text model is that of the decoder by itself, beside a tower of fewer layers."""
     default = {name: kind().to_dict().get(name) or part().to_dict() for name, part in kind.sub_configs.items()
                if kind().to_dict().get(name) or part is not AutoConfig}  # fmt: skip
@@ -197,14 +215,15 @@ def _multimodal(kind: Any, own: Mapping[str, Any]) -> Any:
         found = type(getattr(kind(), name)) if getattr(kind(), name) is not None else kind.sub_configs[name]
         tower = {} if name == "text_config" else {field: size for field, size in _SMALL_TOWER.items()
                                                    if field in default[name]}  # fmt: skip
-        parts[name] = _tiny(found, {**tower, **own.get(name, {})}).to_dict()
+        of_part = sizes if name == "text_config" else _SMALL
+        parts[name] = _tiny(found, {**tower, **own.get(name, {})}, of_part).to_dict()
     outside = {name: size for name, size in own.items() if name not in parts}
     return kind(**{**parts, **outside})
 
 
-def _tiny(kind: Any, own: Mapping[str, Any]) -> Any:
+def _tiny(kind: Any, own: Mapping[str, Any], sizes: Mapping[str, Any]) -> Any:
     default = kind().to_dict()
-    sizes = {name: size for name, size in _SMALL.items() if name in default}
+    sizes = {name: size for name, size in sizes.items() if name in default}
     if "qk_rope_head_dim" in default:  # a head's width is another thing under latent attention
         sizes = {name: size for name, size in sizes.items() if name not in ("head_dim", "partial_rotary_factor")}
         sizes |= {"num_key_value_heads": sizes["num_attention_heads"]}

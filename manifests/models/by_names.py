@@ -1,40 +1,19 @@
-"""The shape of a model that the catalogue or its user describes by the names in its files, which say how large it is.
-
-Estimates are made of the sizes in the files: a matrix of n elements costs a token 2 n FLOPs, an expert its share of the
-tokens; attention what `per_key` of the catalogue says.
-"""
+"""The shape of a model that the catalogue or its user describes by the names in its files, which say its sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
 
 from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
-from manifests.models.components import SOFTCAPPING, mtp_parts, norms_of
 from manifests.models.config import MAX_LAYERS, ConfigReader
-from manifests.models.mtp import BESIDE, COPIES, PROJECTION, is_beside
-from manifests.models.shape import ModelShape, Shape, StoredTensors, Work, module_of
+from manifests.models.shape import ModelShape, Shape, StoredTensors, module_of
+from manifests.models.work_by_names import NamedLayer, count_of, work_of
 from manifests.schema import ModelDescription
 
-_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads")
-_MOST_WIDE = 1 << 24
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
 _OTHER_CONFIG = "weights and config disagree, and the model may need it; download both from one revision"
-
-
-@dataclass(slots=True)
-class _Layer:
-    """One layer's tensors: their names with `*` for numbers, and which numbers each such name has."""
-
-    shapes: dict[str, Shape]  # of each name; of an expert's, the first one's
-    numbers: dict[str, set[str]]  # by names with a `*`
-
-    @property
-    def num_experts(self) -> tuple[int, ...]:
-        return tuple(len(numbers) for _, numbers in sorted(self.numbers.items()))
 
 
 def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTensors) -> ModelShape:
@@ -47,7 +26,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         _check_shapes(tensors, stored.where)
     ties = _ties(entry, whole, tensors)
     inner, outside = _sort([name for name, _ in lists], tensors)
-    layers: list[_Layer] = []
+    layers: list[NamedLayer] = []
     names: list[str] = []
     num_layers = 0
     for name, count in lists:
@@ -90,8 +69,8 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         whole_suffixes=entry.whole,
         hands_on_float32=bool(config.config.get("residual_in_fp32", entry.residual_in_fp32)),
         optional=frozenset((*names[num_layers:], *spare)),
-        work=_work(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
-        hidden_size=_count(config, entry.width),
+        work=work_of(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
+        hidden_size=count_of(config, entry.width),
         is_estimated=True,
     )
 
@@ -112,10 +91,6 @@ def _text_config(entry: CatalogueEntry, config: ConfigReader) -> ConfigReader:
     if section is None:
         raise config.error(entry.section, "expected an object, found nothing", code="config.invalid-field")
     return section
-
-
-def _count(config: ConfigReader, names: tuple[str, ...], most: int = _MOST_WIDE) -> int:
-    return config.count(next((name for name in names if config.has(name)), names[0]), most=most)
 
 
 def _count_layers(config: ConfigReader, names: tuple[str, ...]) -> int:
@@ -148,7 +123,7 @@ def _read_layers(
     inner: Mapping[str, Mapping[str, Shape]],
     num_layers: int,
     where: str,
-) -> list[_Layer]:
+) -> list[NamedLayer]:
     """Return the layers of a list, MTP layers after the others, all of them there."""
     num_mtp = config.count(entry.mtp, 0, most=MAX_LAYERS, least=0) if entry.mtp else 0
     for number in range(num_layers):
@@ -169,8 +144,8 @@ def _read_layers(
     return [_layer(inner[str(number)]) for number in range(count)]
 
 
-def _layer(tensors: Mapping[str, Shape]) -> _Layer:
-    layer = _Layer(shapes={}, numbers={})
+def _layer(tensors: Mapping[str, Shape]) -> NamedLayer:
+    layer = NamedLayer(shapes={}, numbers={})
     for leaf, dims in tensors.items():
         words = leaf.split(".")
         numbers = [word for word in words[:-1] if word.isdecimal()]
@@ -181,7 +156,9 @@ def _layer(tensors: Mapping[str, Shape]) -> _Layer:
     return layer
 
 
-def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset[str]], name: str, where: str) -> int:
+def _kind_of(
+    entry: CatalogueEntry, layer: NamedLayer, kinds: Mapping[int, frozenset[str]], name: str, where: str
+) -> int:
     for leaf, numbers in layer.numbers.items():
         if leaf.count("*") == 1 and "expert" in leaf:
             alike = leaf.partition("*")[0]
@@ -205,7 +182,7 @@ def _kind_of(entry: CatalogueEntry, layer: _Layer, kinds: Mapping[int, frozenset
     raise _unknown(entry, f"{name}.{odd.replace('*', '0')}", where)
 
 
-def _check_alike(names: list[str], layers: list[_Layer], kinds: list[int], where: str) -> None:
+def _check_alike(names: list[str], layers: list[NamedLayer], kinds: list[int], where: str) -> None:
     """Refuse a layer with fewer experts than others of its kind, or whose names are but a part of another's."""
     first: dict[tuple[int, frozenset[str]], int] = {}
     for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
@@ -284,77 +261,6 @@ def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]
         else:
             tensors |= {name: dims for name in group if name not in tensors}
     return tuple(tuple(group) for group in groups.values())
-
-
-def _work(
-    entry: CatalogueEntry,
-    config: ConfigReader,
-    modules: tuple[str, ...],
-    layers: Mapping[str, _Layer],
-    kinds: list[int],
-    tensors: Mapping[str, Shape],
-) -> dict[str, Work]:
-    work = dict.fromkeys(modules, Work())
-    per_token = () if entry.all_experts else config.experts_per_token()
-    width = _count(config, entry.width)
-    for module in entry.outputs:
-        sizes = [dims for name, dims in tensors.items() if len(dims) == 2 and f"{name}.".startswith(f"{module}.")]
-        last = max((dims[0] for dims in sizes), default=0) if module == entry.outputs[-1] else 0
-        products, widths = sum(2 * prod(dims) for dims in sizes), sum(sum(dims) for dims in sizes)
-        capped = last if config.has(SOFTCAPPING) else 0
-        work[module] = Work(flops=products, saved=widths + capped, saved_fp32=last)
-    for number, (name, layer) in enumerate(layers.items()):
-        kind = kinds[number] if number < len(kinds) else -1
-        per_key = entry.per_key[kind] if 0 <= kind < len(entry.per_key) else 0.0
-        flops, saved, given, whole = 0.0, 0.0, 0.0, 0.0
-        for leaf, dims in layer.shapes.items():
-            if len(dims) >= 2 and leaf not in COPIES:
-                share = _share(leaf, dims, layer, per_token[min(number, len(per_token) - 1)] if per_token else 0)
-                flops += 2 * share * prod(dims)
-                copies = share * (dims[0] if _are_experts(leaf, dims) else 1)
-                saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
-                whole += copies * sum(dims[-2:]) if f".{leaf}".endswith(entry.whole) else 0
-        keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        work[name] = norms_of(layer.shapes, width) + Work(
-            flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), whole=round(whole)
-        )
-        if keyed and entry.keeps_scores:
-            work[name] += Work(softmaxes=next((config.count(field) for field in _HEADS if config.has(field)), 0))
-        if PROJECTION in layer.shapes:
-            work[name] += work[entry.outputs[-1]]
-    if BESIDE in work and is_beside(entry.architecture, BESIDE):
-        work[BESIDE] = work[[*layers][-1]] + mtp_parts(width).work + work[entry.outputs[-1]]
-    return work
-
-
-def _share(leaf: str, dims: Shape, layer: _Layer, per_token: int) -> float:
-    """Return how much of a tensor a token goes through, times how many such tensors there are."""
-    if leaf in layer.numbers:
-        count = len(layer.numbers[leaf])
-        return min(per_token, count) if per_token and "expert" in leaf else count
-    if _are_experts(leaf, dims) and per_token:
-        return min(per_token, dims[0]) / dims[0]
-    return 1
-
-
-def _are_experts(leaf: str, dims: Shape) -> bool:
-    """Return whether a tensor has a matrix of each expert."""
-    return len(dims) == 3 and ("expert" in leaf or "moe" in leaf)
-
-
-def heads_width(entry: CatalogueEntry, config: ConfigReader, layer: Mapping[str, Shape]) -> float:
-    """Return the width of all heads of a layer together, which `per_key` of the catalogue counts FLOPs in."""
-    projection = layer.get("self_attn.o_proj.weight", ())
-    if len(projection) == 2 and not entry.latent:
-        return projection[1]
-    name = next((name for name in _HEADS if config.has(name)), None)
-    if name is None:
-        return 0
-    heads, width = config.count(name), _count(config, entry.width)
-    if entry.latent:
-        sizes = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        return heads * sum(config.count(size) if config.has(size) else 0 for size in sizes) / 2
-    return heads * config.count("head_dim", width // heads or 1)
 
 
 def _ends(name: str, leaves: tuple[str, ...]) -> bool:

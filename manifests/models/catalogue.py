@@ -89,6 +89,7 @@ class CatalogueEntry:
     towers: tuple[str, ...] = ()  # modules for images and sound, which go before the inputs as they are
     uneven: bool = False  # whether files have more experts of one matrix than of another
     per_key: tuple[float, ...] = ()  # by kind of layer: FLOPs for each key, in widths of all heads
+    kept: tuple[float, ...] = ()  # by kind of layer: what autograd keeps, as a multiple of what matrices and norms say
     keeps_scores: bool = False  # whether its attention is several operations, each of which keeps its result
     all_experts: bool = False  # whether transformers computes every expert for every token
     num_results: int = 0  # how many results a layer of transformers returns in a tuple; 0: one tensor, not in a tuple
