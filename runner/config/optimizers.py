@@ -6,7 +6,7 @@ No torch: classes are looked up in `runner.training.algorithms`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 
 from manifests.errors import CheckpointError, UsageError
@@ -88,14 +88,12 @@ def check_copies(optimizer: OptimizerState, shape: ModelShape, ties: Iterable[Se
                 raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
 
 
-def describe_groups(
-    optimizer: OptimizerState, shape: ModelShape, trains: Callable[[str], bool] | None = None
-) -> Iterator[str]:
-    """Yield a line for each group: its algorithm and how many tensors and parameters of those that a run trains."""
+def describe_groups(optimizer: OptimizerState, shape: ModelShape) -> Iterator[str]:
+    """Yield a line for each group: its algorithm and how many tensors and parameters; `shape` has what a run trains."""
     numbers, counts = numbers_of(optimizer, shape), [[0, 0] for _ in optimizer.groups]
     tied = {fqn for group in shape.ties for fqn in group[1:]}
     for fqn, dims in shape.trained.items():
-        if fqn not in tied and (trains is None or trains(fqn)):
+        if fqn not in tied:
             count = counts[numbers.of(fqn)]
             count[0] += 1
             count[1] += math.prod(dims)
@@ -109,16 +107,9 @@ def describe_groups(
         )
 
 
-def check_state_fits(
-    optimizer: OptimizerState,
-    stored: OptimizerState,
-    shape: ModelShape,
-    where: str,
-    trains: Callable[[str], bool] | None = None,
-) -> None:
-    """Refuse a checkpoint in which another algorithm trained one of the parameters that a run trains."""
-    before, after = numbers_of(stored, shape), numbers_of(optimizer, shape)
-    tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
+def check_state_fits(optimizer: OptimizerState, stored: OptimizerState, shape: ModelShape, where: str) -> None:
+    """Refuse a checkpoint in which another algorithm trained one of the parameters of `shape`, which a run trains."""
+    before, after, tensors = numbers_of(stored, shape), numbers_of(optimizer, shape), shape.trained
     for fqn in tensors:
         old = algorithm_of(stored.groups[before.of(fqn)], stored.name)
         new = algorithm_of(optimizer.groups[after.of(fqn)], optimizer.name)

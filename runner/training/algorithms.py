@@ -84,27 +84,26 @@ def plan_groups(
     if stored is not None and name is None:
         check_flags(stored, options.given, shape)
     trains = None if options.lora else trained_by(options, shape.ties)
-    plan = declare_kinds(optimizer_of(options.optim, shape, stored), shape, trains)
+    tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
+    trained = replace(shape, tensors=tensors)
+    plan = declare_kinds(optimizer_of(options.optim, shape, stored), trained)
     check_flags_are_used(plan, options.given, name)
     if options.lora is not None and (plan.kinds is not None or name not in (None, "adamw", "adam")):
         problem = "adapters are trained by AdamW or Adam, without groups or an average"
         raise UsageError("--lora-rank", problem, "leave --optimizer and --ema out", code="options.lora-combination")
     if stored is not None:
-        check_state_fits(plan, stored, shape, where, trains)
+        check_state_fits(plan, stored, trained, where)
     options = replace(options, optim=replace(options.optim, plan=plan))
     is_plain = plan.kinds is None and (options.lora is not None or is_flagged_for(plan, shape))
-    lines = () if is_plain else tuple(describe_groups(plan, shape, trains))
+    lines = () if is_plain else tuple(describe_groups(plan, trained))
     if stored is not None and name is not None and stored.groups != plan.groups:
         lines = (f"--optimizer {name}: options of its groups are others than in the checkpoint", *lines)
     return options, lines
 
 
-def declare_kinds(
-    plan: OptimizerState, shape: ModelShape, trains: Callable[[str], bool] | None = None
-) -> OptimizerState:
+def declare_kinds(plan: OptimizerState, shape: ModelShape) -> OptimizerState:
     """Return a plan with the kinds of state that it leads to for a model: None if they are those of plain AdamW."""
-    numbers, algorithms = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan)
-    tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
+    numbers, algorithms, tensors = GroupNumbers(plan.groups, shape.ties), algorithms_of(plan), shape.trained
     for fqn, dims in tensors.items():
         algorithms[numbers.of(fqn)].check_takes(fqn, dims)
     kinds = state_kinds(algorithms, ((numbers.of(fqn), dims) for fqn, dims in tensors.items()))
