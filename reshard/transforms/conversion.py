@@ -133,7 +133,8 @@ _DTYPE = Parameter("dtype")
 def cast_checkpoint(checkpoint: Checkpoint, wanted: ExportDtype, parameter: Parameter = _DTYPE) -> Checkpoint:
     """Return a checkpoint with weights in the source's dtypes, or all parameters in one dtype, as a parameter says.
 
-    Optimizer state and tensors that are not parameters keep their dtypes.
+    Optimizer state and tensors that are not parameters keep their dtypes, and parameters that transformers has in
+    float32 in a model of any dtype are not cast to a smaller one, as it saves them.
     """
     tensors = dict(checkpoint.tensors)
     for fqn, dtype in (
@@ -177,4 +178,5 @@ def _one_dtype(checkpoint: Checkpoint, wanted: str, parameter: Parameter) -> Ite
                 "for quantized weights use reshard pack SOURCE --dequantize bf16",
                 code="source.cannot-cast",
             )
-        yield fqn, wanted
+        is_exact = wanted != "F32" and fqn.endswith(shape.float32_suffixes)
+        yield fqn, tensor.dtype if is_exact else wanted

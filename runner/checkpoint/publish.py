@@ -115,7 +115,7 @@ class Publisher(InFlight[PublishReport]):
         self._replicas = replicas_elsewhere(context.manifest.ties)
         self._patience_s = min(_PATIENCE_S, timeout.total_seconds() / 4)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
-        state, untrained = self._chosen(weights), shape.untrained_suffixes
+        state, exact = self._chosen(weights), (*shape.untrained_suffixes, *shape.float32_suffixes)
         self._shards = {
             shard.path: [piece.fqn for piece in shard.pieces]
             for shards in divide_into_shards(state, self._group, ties=context.manifest.ties).values()
@@ -124,7 +124,7 @@ class Publisher(InFlight[PublishReport]):
         self._paths = [path for of_rank in from_all_ranks([*self._shards]) for path in of_rank]
 
         def dtype_of(piece: Piece) -> torch.dtype:
-            is_cast = piece.fqn in shape.tensors and not piece.fqn.endswith(untrained)
+            is_cast = piece.fqn in shape.tensors and not piece.fqn.endswith(exact)
             return FLAG_DTYPES[options.dtype] if is_cast else piece.memory.dtype
 
         self._memory = [HostCopy(state, dtype_of), HostCopy(state, dtype_of)]  # of the last state, and the next

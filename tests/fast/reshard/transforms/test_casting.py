@@ -26,6 +26,7 @@ from tests.builders import (
     tensors_in,
     write_model,
 )
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.forged import change_manifest, change_stage
 from tests.fast.trained import write_trained
 
@@ -199,6 +200,30 @@ def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path:
         assert {weight.dtype for weight in model.parameters()} == {stored}
         for weight, before in zip(model.parameters(), source.parameters(), strict=True):
             assert torch.equal(weight, before.to(stored))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [("Ernie4_5_MoeForCausalLM", "model.layers.1.mlp.gate.weight"), ("HunYuanMoEV1ForCausalLM", "gate.wg.weight")],
+)
+def test_parameters_that_transformers_has_in_float32_are_not_rounded(
+    tmp_path: Path, architecture: str, name: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    save_tiny(tmp_path / "source", architecture)
+    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--dtype", "bf16")
+    run("export", tmp_path / "out", "--to", "hf", "--dtype", "bf16", "--out", tmp_path / "exported")
+    source, exported = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.bfloat16).state_dict()
+        for folder in ("source", "exported")
+    )
+    assert {weight.dtype for key, weight in source.items() if key.endswith(name)} == {torch.float32}
+    assert exported.keys() == source.keys()
+    assert all(torch.equal(exported[key], weight) for key, weight in source.items())
+    stored = {key: tensor.dtype for key, tensor in tensors_in(tmp_path / "exported").items()}
+    assert {dtype for key, dtype in stored.items() if key.endswith(name)} == {"F32"}
+    assert "BF16" in stored.values()
 
 
 def test_weights_with_optimizer_state_are_not_cast_by_pack(tmp_path: Path, wording: Callable[[str], None]) -> None:

@@ -19,7 +19,8 @@ from manifests.errors import InputError, OutputError
 from manifests.versions import LOCK_NAME
 from stores.folders.lock import locking
 from stores.objects.output import open_output
-from tests.builders import INDEX, files_in, pack, run
+from tests.builders import INDEX, files_in, pack, run, tensors_in
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
 from tests.process.local_jobs import forked_runner
@@ -78,6 +79,16 @@ def test_versions_are_the_weights_of_steps_that_change_bytes_and_slimes_decoder_
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_parameters_that_transformers_has_in_float32_are_published_so(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "Ernie4_5_MoeForCausalLM")
+    packed, checkpoints = pack(tmp_path / "model", tmp_path / "packed", "pp=1"), tmp_path / "checkpoints"
+    options = ("--publish", tmp_path / "chain", "--publish-every", "1", "--steps", "2")
+    train(packed, tmp_path / "log", *RATE, *options, "--checkpoint", checkpoints, "--checkpoint-every", "1")
+    check_steps(tmp_path / "chain", checkpoints, {1: 1, 2: 2}, tmp_path)
+    assert {weight.dtype for weight in tensors_in(tmp_path / "version2").values()} == {"BF16", "F32"}
+
+
 def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: Path) -> None:
     chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
     options = (*RATE, "--publish", chain, "--publish-every", "1", "--publish-dtype", "float32",
