@@ -27,9 +27,9 @@ def test_writing_a_trace_is_no_part_of_the_step_that_it_is_of(tmp_path: Path) ->
     clock = Clock(Timetable(name="1F1B", placement=Placement(num_stages=1, num_ranks=1)).planned(1), 0)
     shape = RunShape(schedule="1F1B", num_stages=1, num_ranks=1, style="loop", num_microbatches=1)
     ready: Any = SimpleNamespace(
-        options=parse_training(["--data", "synthetic", "--trace", "1", "--log-dir", str(tmp_path)]), clock=clock,
+        options=parse_training(["--data", "synthetic", "--trace", "1", "--log-dir", str(tmp_path)]),
         mesh=SimpleNamespace(rank=0), chunks=[SimpleNamespace(device=device)],
-        engine=SimpleNamespace(schedule=SimpleNamespace(recorder=recorder)),
+        engine=SimpleNamespace(schedule=SimpleNamespace(recorder=recorder), clock=clock),
     )  # fmt: skip
     unused: Any = None
     with Metrics([JsonLines(tmp_path / "metrics.jsonl")]) as metrics:
