@@ -115,7 +115,8 @@ class Work:
         self._move(record["shards"])
         self._move([INDEX_NAME])
         self._remove(record["removed"])
-        shutil.rmtree(self.new, ignore_errors=True)
+        if self.new.exists():
+            shutil.rmtree(self.new)
         (self.folder / "journal").unlink(missing_ok=True)
         self.record.unlink()
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -102,7 +103,13 @@ def test_readers_find_a_whole_version_at_any_moment(
     assert weights_in(folder) == states[after - 1]
 
 
-def is_killed(at: int, chain: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_killed(
+    at: int,
+    chain: Path,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: type[BaseException] = KeyboardInterrupt,
+) -> bool:
     """Apply version 2, and be killed before a rename or removal; return whether there were so many."""
     left = at
     for name in ("replace", "unlink"):
@@ -112,9 +119,9 @@ def is_killed(at: int, chain: Path, folder: Path, monkeypatch: pytest.MonkeyPatc
             nonlocal left
             if Path(args[0]).name == "lock":  # of this process, which does not end
                 return change(*args, **kwargs)
-            if left == 0:
-                raise KeyboardInterrupt
             left -= 1
+            if left == -1:
+                raise failure(errno.ENOSPC, "full")
             return change(*args, **kwargs)
 
         monkeypatch.setattr(os, name, struck)
@@ -146,6 +153,24 @@ def test_switch_that_is_killed_anywhere_is_finished(then: int, tmp_path: Path, m
             path.name for path in folder.iterdir() if not path.name.startswith(".")
         }
     assert at > 8
+
+
+def test_switch_that_a_disk_interrupts_anywhere_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = write_states(tmp_path, 2)
+    for number in (1, 2):
+        reshard.publish_delta(tmp_path / f"v{number}", tmp_path / "chain")
+    reshard.apply_delta(tmp_path / "chain", tmp_path / "before", version=1)
+    at, is_done = 0, False
+    while not is_done:
+        folder = Path(shutil.copytree(tmp_path / "before", tmp_path / f"served{at}"))
+        is_done = not is_killed(at, tmp_path / "chain", folder, monkeypatch, OSError)
+        at += not is_done
+        reshard.apply_delta(tmp_path / "chain", folder, version=2)
+        assert weights_in(folder) == states[1]
+        assert not (folder / ".cache/reshard/new").exists()
+    assert at > 4
 
 
 @pytest.mark.parametrize("lost", ["new", f"new/{INDEX}"])
