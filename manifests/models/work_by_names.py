@@ -34,6 +34,7 @@ class NamedLayer:
 
 
 def count_of(config: ConfigReader, names: tuple[str, ...], most: int = _MOST_WIDE) -> int:
+    """Return the count that a config has under one of these names."""
     return config.count(next((name for name in names if config.has(name)), names[0]), most=most)
 
 
