@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +31,9 @@ def kept_of(entry: CatalogueEntry, path: str, kind_of: Sequence[int]) -> dict[st
     try:
         model = build(model_class, tiny_config(model_class, WIDE), "cpu")
         kept, work = kept_by_layer(model, path), work_by_layer(model, entry)
-    except Exception:  # of sizes that the class refuses, or a model that only runs on other kernels
+    except Exception as error:  # of sizes that the class refuses, or a model that only runs on other kernels
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        print(f"{entry.architecture}: what autograd keeps of it was not measured: {why}", file=sys.stderr)
         return {}
     measured, planned = Counter[int](), Counter[int]()
     for layer, kind in enumerate(kind_of):

@@ -134,9 +134,9 @@ def locking(
     finally:
         ended.set()
         toucher.join(_BEAT_S)  # a hanging disk may block it
-        with contextlib.suppress(OSError):
-            if os.stat(path).st_ino == os.fstat(descriptor).st_ino:
-                path.unlink()
+        with contextlib.suppress(OSError, LaunchError):  # whoever has taken it over removes it
+            check()
+            path.unlink()
         os.close(descriptor)
 
 

@@ -149,6 +149,18 @@ def test_claim_on_another_machine_is_kept_while_it_is_touched_and_taken_over_whe
     assert not path.exists()
 
 
+def test_claim_that_another_machine_has_taken_over_is_left_to_it(tmp_path: Path) -> None:
+    """As from a machine that was suspended: there, the file is the same one."""
+    path = tmp_path / "claim"
+    with locking(path, "place", "holds it") as check:
+        check()
+        record(path)
+        with pytest.raises(InputError, match="process 7 on elsewhere") as error:
+            check()
+        assert error.value.code == "launch.folder-in-use"
+    assert path.exists()
+
+
 def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: Path) -> None:
     mine = Process()
     record(tmp_path / "claim", pid=mine.pid, birth=f"{mine.birth.split()[0]} 1", namespace=mine.namespace)
