@@ -113,14 +113,19 @@ def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentin
 
 
 def journaled(folder: Path) -> set[tuple[str, int]]:
-    """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte."""
+    """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte.
+
+    Of a file whose flush has failed, nothing is: it is empty since then.
+    """
     found = set()
     for path in (folder / ".out.partial/.journal", *folder.glob(".out.parts/*/*/.journal")):
         lines = path.read_text().splitlines() if path.is_file() else []
         for line in lines[1:] if lines and lines[0].startswith('{"plan"') else ():
             with suppress(ValueError):  # cut short
                 run = json.loads(line)
-                found.add((str(path.parent / run["output"]), run["position"]))
+                output = path.parent / run["output"]
+                if output.stat().st_size:
+                    found.add((str(output), run["position"]))
     return found
 
 
