@@ -60,7 +60,8 @@ from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
-_OF_REQUEST = ("launch.", "options.", "output.", "resume.")  # codes of errors of flags, or of a node's cache
+# Codes of errors of flags, of a node's cache, and of files that this user may not read.
+_UNDAMAGED = ("launch.", "options.", "output.", "resume.", "store.unreadable")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,7 @@ def begin(
         except UnreachableError:  # this one may be readable at the next attempt
             raise
         except InputError as error:
-            if error.code in OF_COMBINATION or error.code.startswith(_OF_REQUEST):
+            if error.code in OF_COMBINATION or error.code.startswith(_UNDAMAGED):
                 raise
             first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
             if world.rank == 0 and len(origins) > 1:

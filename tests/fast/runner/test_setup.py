@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import ModelError, OutputError
+from manifests.errors import InputError, ModelError, OutputError
 from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
@@ -36,10 +38,10 @@ def packed(tmp_path: Path) -> Path:
     return pack(tmp_path / "model", tmp_path / "packed", "pp=1")
 
 
-def start(packed: Path, *older: Path, flags: tuple[str, ...] = ()) -> Ready:
+def start(packed: Path, *origins: Path, flags: tuple[str, ...] = ()) -> Ready:
     options = parse_training(["--data", "synthetic", "--log-dir", str(packed.parent / "log"), *flags])
-    origins, world = tuple(map(Origin, (packed, *older))), World(rank=0, local_rank=0, size=1)
-    return begin(open_packed(open_manifest(packed)), origins, options, world, torch.device("cpu"))
+    found, world = tuple(map(Origin, origins or (packed,))), World(rank=0, local_rank=0, size=1)
+    return begin(open_packed(open_manifest(packed)), found, options, world, torch.device("cpu"))
 
 
 def test_weights_are_read_while_the_self_check_runs(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,5 +95,21 @@ def test_node_without_room_for_the_newest_checkpoint_does_not_start_from_an_olde
     start(packed, flags=flags)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
     with pytest.raises(OutputError) as error:
-        start(newest, packed, flags=flags)
+        start(packed, newest, packed, flags=flags)
     assert error.value.code == "output.disk-full"
+
+
+def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_one(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, opened = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1"), os.open
+
+    def refused(path: Any, *args: Any, **named: Any) -> int:
+        if str(path).startswith(f"{newest}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **named)
+
+    monkeypatch.setattr(os, "open", refused)
+    with pytest.raises(InputError, match="Permission denied") as error:
+        start(packed, newest, packed, flags=("--no-self-check",))
+    assert (error.value.code, error.value.where) == ("store.unreadable", f"rank 0: {newest}/manifest.json")
