@@ -27,16 +27,25 @@ def commands(packed: Path, folder: Path) -> dict[str, tuple[str | Path, ...]]:
     }
 
 
-def start(*words: str | Path, **options: object) -> subprocess.Popen[str]:
+def start(*words: str | Path, prepare: Callable[[], object] = lambda: None) -> subprocess.Popen[str]:
+    """Start a command; `prepare` is called in its process, where SIGHUP is not ignored, as below nohup."""
+
+    def begin() -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        prepare()
+
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", *map(str, words)], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, **options,  # type: ignore[call-overload]
+        stderr=subprocess.PIPE, text=True, preexec_fn=begin,
     )  # fmt: skip
 
 
 def check_word(process: subprocess.Popen[str]) -> None:
-    said = process.communicate(timeout=60)[1]
+    try:
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()  # its ranks end with it
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert said.count("interrupted") == 1, said
@@ -58,7 +67,7 @@ def test_signal_that_waits_for_the_first_line_ends_a_command_with_a_word(
 ) -> None:
     """It is blocked when Python starts, and sent before: it comes when the command takes it, and not later."""
     process = start(
-        *commands(packed, tmp_path)[verb], preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+        *commands(packed, tmp_path)[verb], prepare=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {number})
     )
     process.send_signal(number)
     check_word(process)
@@ -131,6 +140,6 @@ def test_second_ctrl_c_ends_a_command_that_waits_for_a_store_without_an_answer()
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_signal_that_the_caller_ignores_is_ignored(number: signal.Signals, packed: Path, tmp_path: Path) -> None:
-    process = start(*commands(packed, tmp_path)["pack"], preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
+    process = start(*commands(packed, tmp_path)["pack"], prepare=lambda: signal.signal(number, signal.SIG_IGN))
     process.send_signal(number)
     assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
