@@ -112,10 +112,10 @@ def begin(place: Place, operation: str, folder: Path) -> tuple[Path, list[Sentin
     return out, sentinels
 
 
-def journaled(folder: Path) -> set[tuple[str, int]]:
+def journaled(folder: Path, *, has_failed: bool = False) -> set[tuple[str, int]]:
     """Return the runs of tensors that journals say are on disk: the file's path, and the run's first byte.
 
-    Of a file whose flush has failed, nothing is: it is empty since then.
+    Where a disk `has_failed`, nothing is of a file that could not be flushed: it is empty since then.
     """
     found = set()
     for path in (folder / ".out.partial/.journal", *folder.glob(".out.parts/*/*/.journal")):
@@ -124,7 +124,7 @@ def journaled(folder: Path) -> set[tuple[str, int]]:
             with suppress(ValueError):  # cut short
                 run = json.loads(line)
                 output = path.parent / run["output"]
-                if output.stat().st_size:
+                if output.stat().st_size or not has_failed:
                     found.add((str(output), run["position"]))
     return found
 
@@ -142,7 +142,7 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
     out, sentinels = begin(place, operation, folder)
     commands, expected = place.commands(operation, out), place.expected(operation)
     old = files_in(out) if out.exists() else None
-    struck, kept = chance.randrange(len(commands)), set[tuple[str, int]]()
+    struck, kept, has_failed = chance.randrange(len(commands)), set[tuple[str, int]](), False
     for command in commands[:struck]:
         assert worker.run(*command)[0] == 0, worker.said.read_text()
     for act in acts_of(seed, OPERATIONS, chance):
@@ -152,7 +152,8 @@ def strike(place: Place, worker: Worker, seed: int, folder: Path) -> int:
         context = f"seed {seed}: {operation}, {act} at change {at}, code {code}: {worker.said.read_text()}"
         assert code in (0, 3, 5, 130, -9, -15), context
         check_kept(worker, kept, context)
-        kept = journaled(folder)
+        has_failed = has_failed or act in ("full", "broken", "refused")
+        kept = journaled(folder, has_failed=has_failed)
         for each in sentinels:
             each.check()
         now = files_in(out) if out.exists() else None
