@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from manifests.errors import ModelError, Parameter
 from manifests.models.config import ConfigReader, check_readable
@@ -19,7 +20,8 @@ from manifests.models.llama import (
     qwen3_moe_shape,
     qwen3_shape,
 )
-from manifests.models.shape import ModelShape, StoredTensors, Work, is_expert, module_of
+from manifests.models.shape import ModelShape, StoredTensors, Work, is_expert, is_layer, module_of
+from manifests.models.windows import windows_of
 from manifests.schema import ModelDescription
 
 __all__ = [
@@ -78,7 +80,9 @@ def model_shape(
     reader = ConfigReader(config, where)
     if name in ARCHITECTURES:
         reader.expect("per_layer_config", None)
-        return ARCHITECTURES[name](reader)
+        shape = ARCHITECTURES[name](reader)
+        layers = [module for module in shape.modules if is_layer(module)][: shape.num_layers]
+        return replace(shape, windows=windows_of(name, config, layers))
     from manifests.models.by_names import shape_by_catalogue
 
     return shape_by_catalogue(name, config, where, stored, description)

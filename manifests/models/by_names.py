@@ -8,6 +8,7 @@ from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
 from manifests.models.config import MAX_LAYERS, ConfigReader
 from manifests.models.shape import ModelShape, Shape, StoredTensors, module_of
+from manifests.models.windows import windows_of
 from manifests.models.work_by_names import NamedLayer, count_of, work_of
 from manifests.schema import ModelDescription
 
@@ -71,6 +72,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         optional=frozenset((*names[num_layers:], *spare)),
         work=work_of(entry, config, modules, dict(zip(names, layers, strict=True)), kinds, tensors),
         hidden_size=count_of(config, entry.width),
+        windows=windows_of(entry.architecture, config.config, names[:num_layers]),
         is_estimated=True,
     )
 

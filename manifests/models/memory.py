@@ -122,10 +122,11 @@ def estimate_memory(
     for stage, modules in enumerate(stages):
         is_received = stage > 0 and placement.rank_of(stage - 1) != placement.rank_of(stage)
         counted_twice = hidden * policy.compute if is_received and modules and costs[modules[0]].saves_input else 0
-        has_layer = any(layer_number(shape.architecture, module) is not None for module in modules)
-        is_masked = training.has_masks and training.recompute != "none" and has_layer
-        mask = training.num_tokens * training.keys_per_query if is_masked else 0
-        per_microbatch.append(sum(costs[module].activations for module in modules) + mask - counted_twice)
+        layers = [module for module in modules if layer_number(shape.architecture, module) is not None]
+        windows = {shape.windows.get(module, 0) for module in layers}  # a mask of each
+        num_masks = sum(map(training.has_mask, windows)) if training.recompute != "none" else 0
+        masks = num_masks * training.num_tokens * training.keys_per_query
+        per_microbatch.append(sum(costs[module].activations for module in modules) + masks - counted_twice)
         delayed.append(sum(costs[module].delayed for module in modules) if stage in split else 0)
     peaks = peak_held_by_stage(table, per_microbatch, delayed)
     followers = _followers(shape, stages, placement)
@@ -213,14 +214,14 @@ def _costs_of(shape: ModelShape, training: Training, sizes: Mapping[str, Mapping
     for module, work in work_where_kept(shape, keeps_logits=training.loss_chunk is None).items():
         largest = max((count for fqn, count in sizes[module].items() if training.trains(fqn)), default=0)
         if (number := layer_number(shape.architecture, module)) is not None:
-            cost = _layer_cost(work, shape.hidden_size, training, number, largest)
+            cost = _layer_cost(work, shape.hidden_size, training, number, largest, shape.windows.get(module, 0))
             costs[module] = _with_adapters(cost, *kept_for_adapters(shape, sizes[module], training), training)
         else:
             costs[module] = _outer_cost(work, training, largest)
     return costs
 
 
-def _layer_cost(work: Work, width: int, training: Training, number: int, largest: int) -> _Cost:
+def _layer_cost(work: Work, width: int, training: Training, number: int, largest: int, window: int) -> _Cost:
     """Return the cost of a decoder layer, with activation checkpointing as asked for.
 
     Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", 4.2: what norms
@@ -230,7 +231,8 @@ def _layer_cost(work: Work, width: int, training: Training, number: int, largest
     statistics = FP32_NBYTES * (work.saved_fp32 - work.whole_fp32) // training.tensor
     rounded = nbytes * _divided(work.saved, work.whole, training.tensor)
     scores, products, of_scores = scores_nbytes(work, training)
-    saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + nbytes * masked_elements(work, training) + scores
+    masked = nbytes * masked_elements(work, training, window)
+    saved = rounded + statistics + FP32_NBYTES * work.whole_fp32 + masked + scores
     gradients = rounded // 4  # of what an MLP's second matrix takes
     temporary = max(tokens * gradients + _weight_gradient(work, largest, training), tokens * of_scores)
     given = work.products - work.flops_per_key // 4 + work.normed  # attention has no weights

@@ -1,11 +1,12 @@
 """What the memory of a training run depends on: dtypes, microbatches, parallel degrees, activation checkpointing.
 
 # Note [Masks]
-With --cp or --document-mask, attention gets a mask of a byte for each query and key, which every layer keeps in the
-compute dtype until its backward. transformers then repeats keys and values for all heads of queries. With --cp, they
-are those of whole rows, of all heads, or of a part of the heads, whose output is kept twice, by heads and by parts of
-rows (ulysses). Recomputed layers need the mask of their stage. Counted is one kind of mask: models with windows have
-two. Source: `sdpa_attention_forward` of transformers 5.23; `convert_boolean_attn_mask` of torch 2.13.
+With --cp or --document-mask, and in layers whose window is no longer than a row, attention gets a mask of a byte for
+each query and key, which every layer keeps in the compute dtype until its backward. transformers then repeats keys and
+values for all heads of queries. With --cp, they are those of whole rows, of all heads, or of a part of the heads, whose
+output is kept twice, by heads and by parts of rows (ulysses). Recomputed layers need the masks of their stage, one of
+each kind. Attention of several operations keeps no mask. Source: `sdpa_attention_forward` and
+`_ignore_causal_mask_sdpa` of transformers 5.23; `convert_boolean_attn_mask` of torch 2.13.
 """
 
 from __future__ import annotations
@@ -104,10 +105,9 @@ class Training:
     def num_tokens(self) -> int:
         return self.microbatch * self.seq_len // self.context
 
-    @property
-    def has_masks(self) -> bool:
-        """Whether attention gets a mask, instead of being causal by itself."""
-        return self.context > 1 or self.keeps_documents
+    def has_mask(self, window: int) -> bool:
+        """Return whether attention over a window (0: whole rows) gets a mask, instead of being causal by itself."""
+        return self.context > 1 or self.keeps_documents or 0 < window <= self.seq_len
 
     @property
     def keys_per_query(self) -> int:
@@ -144,15 +144,16 @@ def scores_nbytes(work: Work, training: Training) -> tuple[int, int, int]:
     return scores, products, temporary
 
 
-def masked_elements(work: Work, training: Training) -> int:
+def masked_elements(work: Work, training: Training, window: int) -> int:
     """Return the elements for each token that attention keeps besides with a mask; see Note [Masks].
 
     On a GPU in float32 it repeats keys and values without one, too: see Note [Shared keys in float32] in
     runner/models/implementations.py.
     """
     repeated = work.flops_per_key // 2  # the keys and values of a token, for all heads
-    if not training.has_masks or not repeated:
+    if not training.has_mask(window) or not repeated:
         is_repeated = work.keys and training.host_memory is None and training.policy.compute == FP32_NBYTES
         return max(0, repeated - work.keys) // training.tensor if is_repeated else 0
     repeated = repeated * 3 // 2 if training.exchanges_heads else repeated * training.context
-    return (repeated - work.keys) // training.tensor + training.keys_per_query
+    mask = 0 if work.scores or work.softmaxes else training.keys_per_query
+    return (repeated - work.keys) // training.tensor + mask

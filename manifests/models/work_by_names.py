@@ -68,13 +68,16 @@ def work_of(
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
                 whole += copies * sum(dims[-2:]) if f".{leaf}".endswith(entry.whole) else 0
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
+        repeated, every = _repeated(config, layer), keyed // 2  # keys and values of all heads
+        keys = every if repeated or entry.keeps_scores else min(every, _keys(layer))
         work[name] = norms_of(layer.shapes, width) + Work(
-            flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), whole=round(whole)
-        )
+            flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), whole=round(whole),
+            keys=keys,
+        )  # fmt: skip
         if 0 <= kind < len(entry.kept):
             by_sizes = work[name].saved + work[name].saved_fp32
             work[name] += Work(saved=max(round(entry.kept[kind] * by_sizes) - by_sizes, -work[name].saved))
-        work[name] += Work(saved=_repeated(config, layer))
+        work[name] += Work(saved=repeated)
         if keyed and entry.keeps_scores:
             work[name] += Work(softmaxes=next((config.count(field) for field in _HEADS if config.has(field)), 0))
         if PROJECTION in layer.shapes:
@@ -94,6 +97,11 @@ def _repeated(config: ConfigReader, layer: NamedLayer) -> int:
     norm = layer.shapes.get("self_attn.q_norm.weight", ())
     width = norm[0] if norm else config.count("head_dim") if config.has("head_dim") else 0
     return 2 * (queries[0] - keys[0]) if queries and keys and width > _MOST_SHARED else 0
+
+
+def _keys(layer: NamedLayer) -> int:
+    """Return the keys and values of a token as attention's matrices give them, which heads may share."""
+    return sum(dims[0] for name in "kv" if (dims := layer.shapes.get(f"self_attn.{name}_proj.weight")))
 
 
 def _share(leaf: str, dims: Shape, layer: NamedLayer, per_token: int) -> float:

@@ -13,12 +13,12 @@ use its links.
 
 # Note [Attention with a mask]
 A part of a row attends to the whole row with a mask, for which there is no FlashAttention; so do heads with ulysses,
-and rows with `--document-mask`. Measured once, by hand, on an H100 on 2026-11-26, forward and backward in bfloat16,
-with heads of 128, the parts of a row one after the other. Of 8,192 tokens, with 16 heads, 2 of keys: 2.36 ms with a
-causal flag, and 7.6 ms with masks for 2 ranks, 8.8 ms for 4. Of 32,768 tokens, with 8 heads, 1 of keys: 13.8 ms, and 62
-ms with masks. The default efficiency is that of steps with FlashAttention, so attention's FLOPs have its time already,
-and a mask adds the difference: 5.2, 6.4 and 48 ms, which are 1.0, 1.3 and 1.2 times what those FLOPs take at 326
-TFLOP/s, 5.1, 5.1 and 40 ms. So their time is multiplied by 2.2.
+rows with `--document-mask`, and layers whose window is no longer than a row. Measured once, by hand, on an H100 on
+2026-11-26, forward and backward in bfloat16, with heads of 128, the parts of a row one after the other. Of 8,192
+tokens, with 16 heads, 2 of keys: 2.36 ms with a causal flag, and 7.6 ms with masks for 2 ranks, 8.8 ms for 4. Of 32,768
+tokens, with 8 heads, 1 of keys: 13.8 ms, and 62 ms with masks. The default efficiency is that of steps with
+FlashAttention, so attention's FLOPs have its time already, and a mask adds the difference: 5.2, 6.4 and 48 ms, which
+are 1.0, 1.3 and 1.2 times what those FLOPs take at 326 TFLOP/s, 5.1, 5.1 and 40 ms. So their time is multiplied by 2.2.
 """
 
 from __future__ import annotations
@@ -181,9 +181,10 @@ class ModuleSeconds:
             backward=num_gradients * reduction_s + routed_s + (1 if is_exchange else 2) * gathered_s,
         )
 
-    def _flops(self, module: str, context: int) -> float:
-        """Return a token's forward FLOPs, those of attention by their time: see Note [Attention with a mask]."""
-        work, is_masked = self._shape.work[module], context > 1 or self._how.get("document_mask")
+    def _flops(self, module: str, context: int, row: int) -> float:
+        """Return a token's forward FLOPs, attention's by their time in such rows: see Note [Attention with a mask]."""
+        work, window = self._shape.work[module], self._shape.windows.get(module, 0)
+        is_masked = context > 1 or self._how.get("document_mask") or 0 < window <= row
         factor = _MASKED if is_masked else 1.0
         return work.flops + factor * work.flops_per_key * self._seq_len
 
@@ -192,14 +193,14 @@ class ModuleSeconds:
 
         Of measured ones, what the run itself sent is subtracted, unless it takes longer at these rates.
         """
-        flops = self._flops(module, context)
+        flops = self._flops(module, context, self._seq_len)
         if self._measured is None:
             forward = flops * tokens / (self._hardware.peak * self._efficiency * tensor)
             return forward, BACKWARD_SHARE * forward
         how, scale = self._measured.how, self._measured.scale_to(tokens, tensor)
         degrees = how.get("tp", 1), how.get("ep", 1), how.get("cp", 1)
         method: ContextMethod = "ulysses" if how.get("cp_method") == "ulysses" else "gather"
-        scale *= flops / self._flops(module, degrees[2]) if flops else 1.0
+        scale *= flops / self._flops(module, degrees[2], how["seq_len"]) if flops else 1.0
         nbytes = POLICIES["bf16" if how.get("dtype") == "bf16" else "fp32"].compute
         per_node = how.get("ranks_per_node", self._per_node)
         sent = self._sending(module, *degrees, method, how["microbatch"] * how["seq_len"], nbytes, per_node)

@@ -42,7 +42,7 @@ class CandidateForecast:
 
 
 class CostModel:
-    """Costs of a model's modules. Layers with the same tensors, optimizer state and work are one kind of module."""
+    """Costs of a model's modules. Layers with the same tensors, optimizer state, work and window are one kind."""
 
     def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
         self.shape, self.request, first = shape, request, dict[object, str]()
@@ -51,6 +51,7 @@ class CostModel:
             module: first.setdefault(
                 (
                     shape.work[module],
+                    shape.windows.get(module, 0),
                     tuple((fqn[len(module) :], shape.tensors[fqn], self._state_of(fqn)) for fqn in fqns),
                 ),
                 module,

@@ -11,7 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from manifests.models import model_shape
-from manifests.models.training import POLICIES, Training, scores_nbytes
+from manifests.models.shape import ModelShape
+from manifests.models.training import POLICIES, Training, masked_elements, scores_nbytes
 from tests.fast.manifests.models.built import build, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet, stored_by
 
@@ -116,3 +117,73 @@ def test_plans_are_not_lower_than_what_autograd_keeps(architecture: str) -> None
     work = model_shape(config, stored=stored).work.values()
     planned = _TOKENS.numel() * sum(of_module.saved + of_module.saved_fp32 for of_module in work)
     assert 0.9 < planned / kept(config, model) < 1.15
+
+
+def planned_masks(shape: ModelShape) -> int:
+    batch, seq_len = _TOKENS.shape
+    run = Training(policy=POLICIES["fp32"], microbatch=batch, seq_len=seq_len, host_memory="fast")
+    of_layers = (masked_elements(work, run, shape.windows.get(module, 0)) for module, work in shape.work.items())
+    return _TOKENS.numel() * sum(of_layers)
+
+
+_QWEN = {"use_sliding_window": True, "max_window_layers": 1, "layer_types": ["full_attention", "sliding_attention"]}
+
+
+# Windows of all layers, of all but each second one, and of those that the config lists; none in several operations.
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [("tiny-mistral", {}), ("tiny-phi3", {}), ("tiny-gemma3", {}), ("tiny-qwen2", _QWEN), ("tiny-gemma2", {})],
+)
+@pytest.mark.parametrize("window", [4, 8])
+def test_layers_whose_window_is_no_longer_than_a_row_keep_a_mask(
+    name: str, changes: dict[str, Any], window: int
+) -> None:
+    config = read_config(name, **changes, sliding_window=window)
+    config["num_hidden_layers"] = len(changes.get("layer_types", "")) or config["num_hidden_layers"]
+    wider = {**config, "sliding_window": 9}
+    masks = planned_masks(model_shape(config))
+    assert masks == kept(config) - kept(wider)
+    assert planned_masks(model_shape(wider)) == 0
+    assert bool(masks) is (name != "tiny-gemma2")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "has_types"),
+    [
+        ("Cohere2ForCausalLM", "sliding_window", True),
+        ("Cohere2ForCausalLM", "sliding_window", False),
+        ("Llama4ForCausalLM", "attention_chunk_size", True),
+        ("Llama4ForCausalLM", "attention_chunk_size", False),
+        ("Olmo3ForCausalLM", "sliding_window", True),
+        ("Starcoder2ForCausalLM", "sliding_window", False),
+    ],
+)
+def test_windows_of_the_catalogue_are_kept_as_masks(architecture: str, field: str, has_types: bool) -> None:
+    """Configs of older transformers list no types of layers."""
+    masks = []
+    for window in (4, 9):
+        config, stored = stored_by(architecture, **{field: window})
+        with quiet():
+            model = getattr(transformers, architecture)(config_of(architecture, **{field: window}))
+        if not has_types:
+            config.pop("layer_types", None)
+        masks.append((planned_masks(model_shape(config, stored=stored)), kept(config, model)))
+    (planned, with_mask), (none, without) = masks
+    assert planned == with_mask - without > 0
+    assert none == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sliding_window": None},
+        {"sliding_window": True},
+        {"sliding_window": -1},
+        {"sliding_window": "4"},
+        {"sliding_window": 4, "layer_types": ["full_attention", 5]},
+        {"sliding_window": 4, "use_sliding_window": False},
+        {"sliding_window": 4, "sliding_window_pattern": "LLLG"},
+    ],
+)
+def test_what_no_window_can_have_is_passed_over(fields: dict[str, Any]) -> None:
+    assert not model_shape(read_config("tiny-mistral", **fields)).windows

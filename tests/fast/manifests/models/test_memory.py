@@ -197,6 +197,19 @@ def test_recomputed_layers_keep_the_mask_of_their_stage() -> None:
     assert masked.activations - plain.activations == 2 * 8 * 8
 
 
+def test_recomputed_layers_keep_a_mask_of_each_kind() -> None:
+    full, one = replace(FP32, recompute="full"), Placement(num_stages=1, num_ranks=1)
+    shapes = [model_shape(read_config("tiny-gemma3", sliding_window=window)) for window in (9, 4)]
+    (wide, packed), (narrow, both) = (
+        [
+            estimate(shape, "GPipe", one, 1, training).ranks[0].activations
+            for training in (full, replace(full, keeps_documents=True))
+        ]
+        for shape in shapes
+    )
+    assert [packed - wide, narrow - wide, both - wide] == [2 * 8 * 8 * number for number in (2, 1, 2)]
+
+
 def estimate(
     shape: ModelShape, schedule: str, placement: Placement, num_microbatches: int, training: Training = FP32
 ) -> MemoryEstimate:

@@ -162,6 +162,7 @@ def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     [
         ("llama-3.1-70b", 64, 80, 512, ()), ("llama-3.1-8b", 8, 24, 512, ("--optimizer", "muon")),
         ("llama-3.1-8b", 8, 24, 512, ("--optimizer", "groups.toml", "--ema", "0.999")),
+        ("gemma-3-1b", 8, 24, 512, ()),  # layers with and without a window
     ],
 )  # fmt: skip
 def test_first_layout_needs_what_its_plan_says(
@@ -176,7 +177,7 @@ def test_first_layout_needs_what_its_plan_says(
     assert shown["launch"].endswith(" ".join(optimizer))
     assert bool(optimizer) == ("--optimizer" in shown["launch"])
     first = shown["layouts"][0]
-    ranks = first["replicate"] * first["shard"] * first["tensor"]
+    ranks = first["replicate"] * first["shard"] * first["context"] * first["tensor"]
     assert first["memory"] <= 0.9 * (memory << 30)
     assert first["tokens_per_s"] == pytest.approx(batch * 4096 / first["step_s"])
     steps = [layout["step_s"] for layout in shown["layouts"]]
@@ -186,8 +187,8 @@ def test_first_layout_needs_what_its_plan_says(
     plan = reshard(
         "plan", config, "--layout", layout, "--microbatches", "128", "--microbatch", str(first["microbatch"]),
         "--dtype", "bf16", "--master-dtype", masters[first["policy"]], "--dp-shard", str(first["shard"]),
-        "--tp", str(first["tensor"]), "--ep", str(first["expert"]), "--ac", first["recompute"], "--seq-len", "4096",
-        *optimizer, "--json",
+        "--cp", str(first["context"]), "--tp", str(first["tensor"]), "--ep", str(first["expert"]),
+        "--ac", first["recompute"], "--seq-len", "4096", *optimizer, "--json",
     ).json  # fmt: skip
     assert plan["num_ranks"] * ranks == gpus
     assert max(rank["memory_nbytes"]["total"] for rank in plan["ranks"]) == first["memory"]
@@ -322,6 +323,18 @@ def test_parts_of_rows_attend_with_masks(tmp_path: Path) -> None:
         extra_s = seconds[length, 2] - seconds[length, 1]
         flops = 2 * 3 * width * attention * length * length
         assert extra_s == pytest.approx(1.2 * flops / 2 / (0.33 * 989e12), rel=0.01)
+
+
+def test_layers_whose_window_is_no_longer_than_a_row_attend_with_masks(tmp_path: Path) -> None:
+    config, seconds = json.loads((CONFIGS / "gemma-3-1b.json").read_text()), {}
+    words = ("--gpus", "1", "--gpu-memory", "9TB", "--global-batch", "1", "--microbatch", "1", "--ac", "none", "--json")
+    for window in (512, 4096, 4097):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "sliding_window": window}))
+        seconds[window] = first_step_s(reshard("plan", tmp_path / "config.json", *words, "--seq-len", "4096").json)
+    attention = 4 * config["num_attention_heads"] * config["head_dim"]
+    extra_s = 1.2 * 22 * 3 * attention * 4096 * 4096 / (0.33 * 989e12)
+    assert seconds[512] == seconds[4096]
+    assert seconds[512] - seconds[4097] == pytest.approx(extra_s, rel=0.01)
 
 
 def test_times_of_a_run_have_the_masks_and_the_sends_of_its_own_method(tmp_path: Path) -> None:
