@@ -224,6 +224,7 @@ class ObjectTarget:
         self._beside.shutdown()  # what is sent after the rest was removed would stay
         if self._opening.exception() is not None:  # then all that is there but the lock is of others
             self._nbytes.clear()
+            self._progress.names = frozenset()
             self._opening = Future()
             self._opening.set_result(None)
         try:
@@ -232,8 +233,8 @@ class ObjectTarget:
                 self._progress.stop(self._client)
                 return
             listed = list_objects(self._client)
-            written = {*self._nbytes, *self._reusable, PROGRESS_NAME} & listed.keys()
-            remove_objects(self._client, [*written, LOCK_NAME])
+            written = {*self._nbytes, *self._reusable, *self._progress.names, PROGRESS_NAME}  # what came late, too
+            remove_objects(self._client, [*(written & listed.keys()), LOCK_NAME])
         except InputError as error:
             logger.warning("%s: what was written of it may have been left there: %s", self._client.url, error.problem)
 

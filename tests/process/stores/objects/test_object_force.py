@@ -130,6 +130,16 @@ def test_what_a_writer_sent_late_is_removed_as_the_next_one_commits(moto: MotoSe
     assert objects_in(moto, "sent-late").keys() == {"c.txt", "manifest.json"}
 
 
+def test_what_a_writer_sent_late_is_removed_as_the_next_one_is_interrupted(moto: MotoServer) -> None:
+    url = url_of("sent-later")
+    killed(url, {"a.txt", "b.txt", "manifest.json"})
+    second = open_output(url, force=True, wanted={"c.txt", "manifest.json"})
+    put(moto, "sent-later/b.txt", b"on its way when the lock was taken over")
+    second.put("c.txt", b"{}")
+    second.abort()  # as at an interrupt
+    assert objects_in(moto, "sent-later") == {}
+
+
 def test_checkpoint_whose_lock_cannot_be_removed_is_readable_and_finished(moto: MotoServer) -> None:
     url = url_of("locked")
     moto.fail(Fault(method="POST", address="?delete", what="status", status=403, times=99))
