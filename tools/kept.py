@@ -37,7 +37,7 @@ def kept_of(entry: CatalogueEntry, path: str, kind_of: Sequence[int]) -> dict[st
         return {}
     measured, planned = Counter[int](), Counter[int]()
     for layer, kind in enumerate(kind_of):
-        measured[kind] += round(kept[layer] - _LENGTH * (work[layer].scores + work[layer].softmaxes))
+        measured[kind] += round(kept.get(layer, 0) - _LENGTH * (work[layer].scores + work[layer].softmaxes))
         planned[kind] += work[layer].saved + work[layer].saved_fp32
     # What matrices say too much of, they do in other proportions only: a plan that is too low would be worse.
     # What linear attention keeps depends on whether its kernels are installed.
