@@ -87,7 +87,7 @@ class ModelShape:
     optional: frozenset[str] = frozenset()  # modules that a checkpoint may lack, each as a whole
     work: Mapping[str, Work] = field(default_factory=dict)  # of each module
     hidden_size: int = 0  # width of what one module hands to the next
-    windows: Mapping[str, int] = field(default_factory=dict)  # tokens back that layers see which see no whole rows
+    windows: Mapping[str, int] = field(default_factory=dict)  # of layers that see no whole rows, in tokens
     is_estimated: bool = False  # whether `work` was made of the sizes of tensors, not of the modules' arithmetic
     # How many tensors of its module, all alike, a tensor stands for, where it is not one: in estimates for GPUs.
     copies: Mapping[str, int] = field(default_factory=dict)

@@ -68,8 +68,8 @@ def work_of(
                 saved, given = saved + copies * sum(dims[-2:]), given + copies * dims[-2]
                 whole += copies * sum(dims[-2:]) if f".{leaf}".endswith(entry.whole) else 0
         keyed = round(per_key * heads_width(entry, config, layer.shapes)) if per_key else 0
-        repeated, every = _repeated(config, layer), keyed // 2  # keys and values of all heads
-        keys = every if repeated or entry.keeps_scores else min(every, _keys(layer))
+        repeated, of_all_heads = _repeated(config, layer), keyed // 2  # keys and values
+        keys = of_all_heads if repeated or entry.keeps_scores else min(of_all_heads, _keys(layer))
         work[name] = norms_of(layer.shapes, width) + Work(
             flops=round(flops), flops_per_key=keyed, saved=round(saved), products=round(given), whole=round(whole),
             keys=keys,
