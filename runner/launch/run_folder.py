@@ -28,6 +28,7 @@ from manifests.errors import (
     UserError,
     system_errors,
 )
+from manifests.module_times import TIMES_NAME
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
 from runner.launch.schedulers.table import scheduler_of
@@ -48,7 +49,7 @@ from runner.rundir.records import (
 from stores.folders.lock import locking
 
 _EARLIER = "earlier"
-_FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, "report.html")
+_FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, TIMES_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder", "profile")
 _CLAIM = ".launch.lock"
 

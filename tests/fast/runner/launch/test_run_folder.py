@@ -89,6 +89,7 @@ def test_named_folder_keeps_what_an_earlier_run_left_apart(place: Path) -> None:
     earlier = begin(place / "log")
     leave(place / "log", 1, 40, trace=earlier["id"])
     (place / "log" / "profile").mkdir()
+    (place / "log" / "times.json").write_text("{}")  # or the later run would be planned with times of this one
     (place / "log" / "mine.txt").write_text("mine")
     later = begin(place / "log")
     leave(place / "log", 1, 3)
@@ -100,6 +101,7 @@ def test_named_folder_keeps_what_an_earlier_run_left_apart(place: Path) -> None:
     assert len(read_run(aside).steps) == 40
     assert read_run(aside).traces is not None
     assert (aside / "profile").exists()
+    assert [path.name for path in place.rglob("times.json")] == ["times.json"] and (aside / "times.json").exists()
     assert (place / "log" / "mine.txt").exists()
 
 
