@@ -10,6 +10,7 @@ import glob
 import json
 import os
 from array import array
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
+_COUNTED: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # by file and mtime: offsets, and the lines before them
 _PIECE_LENGTH = 256 << 10  # characters; a tokenizer needs some 300 bytes for each
 
 Piece: TypeAlias = "str | TokenIds"  # of text, or a row of token ids
@@ -334,12 +336,20 @@ def _not_utf8(where: str, error: UnicodeDecodeError) -> BadDocumentError:
 
 
 def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
-    """Return the file and line number of the line `num_lines` after the one at an offset, by counting lines."""
+    """Return the file and line number of the line `num_lines` after the one at an offset, by counting lines.
+
+    It counts from the nearest place before it that was counted to: files may have many documents that are skipped.
+    """
     with _open(file) as stream:
-        while data := stream.read(min(_SCAN_NBYTES, offset)):
-            num_lines += data.count(b"\n")
-            offset -= len(data)
-    return f"{file}:{num_lines + 1}"
+        counted = _COUNTED.setdefault((file, os.fstat(stream.fileno()).st_mtime_ns), [(0, 0)])
+        place, num_before = counted[bisect_right(counted, (offset, offset)) - 1]
+        stream.seek(place)
+        while data := stream.read(min(_SCAN_NBYTES, offset - place)):
+            num_before += data.count(b"\n")
+            place += len(data)
+    if (place, num_before) not in counted[-1:]:
+        insort(counted, (place, num_before))
+    return f"{file}:{num_before + num_lines + 1}"
 
 
 def _read_parquet(file: Path, fields: Fields, begin: int) -> Iterator[Document]:

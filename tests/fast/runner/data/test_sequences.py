@@ -229,6 +229,24 @@ def test_bytes_read_grow_with_the_documents_and_not_with_their_square(
     assert bytes_read() - begun < 3 * Path(source).stat().st_size + blocks
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted in /proc")
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_bytes_read_for_lines_that_are_skipped_do_not_grow_with_their_square(
+    shuffle: bool, tmp_path: Path, folder: Path
+) -> None:
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "w1 w2 w3"}\n{"text": null, "more": "%s"}\n' % ("x" * 2000) * 1000)
+    data = DataOptions(sources=(str(source),), shuffle=shuffle, skip_bad_documents=True)
+    batch, skipped, places = BatchOptions(global_batch=1, microbatch=1, seq_len=5), Skipped(), set[str]()
+    skipped.on_skip = lambda error: places.add(error.where)
+    batches = read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE, skipped=skipped)
+    begun, size = bytes_read(), source.stat().st_size
+    list(islice(batches, 950))
+    blocks = 2000 * (64 << 10) if shuffle else 0
+    assert bytes_read() - begun < (30 if shuffle else 3) * size + blocks
+    assert len(places) > 900 and places < {f"{source}:{number}" for number in range(2, 2002, 2)}
+
+
 def bytes_read() -> int:
     """Return how many bytes this process has read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])
