@@ -101,7 +101,8 @@ def test_named_folder_keeps_what_an_earlier_run_left_apart(place: Path) -> None:
     assert len(read_run(aside).steps) == 40
     assert read_run(aside).traces is not None
     assert (aside / "profile").exists()
-    assert [path.name for path in place.rglob("times.json")] == ["times.json"] and (aside / "times.json").exists()
+    assert [path.name for path in place.rglob("times.json")] == ["times.json"]
+    assert (aside / "times.json").exists()
     assert (place / "log" / "mine.txt").exists()
 
 
