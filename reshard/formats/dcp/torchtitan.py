@@ -48,6 +48,7 @@ _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "mtp_norm": "s
 
 _CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
 _UNKNOWN = "model.unknown-torchtitan-layout"
+_OTHER_MODEL = "model.not-in-torchtitan"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +95,17 @@ _FAMILIES: Mapping[str, TitanNames] = {
 }
 
 
-def titan_names(config: Mapping[str, object], where: str) -> TitanNames:
-    """Return the names of the family that a config is of."""
+def titan_names(config: Mapping[str, object], where: str, hint: str | None = None) -> TitanNames:
+    """Return the names of the family that a config is of. `hint`: of errors, where torchtitan's model is not read."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _FAMILIES:
         problem = f"expected an architecture whose torchtitan layout is known ({', '.join(_FAMILIES)})"
-        raise ModelError(where, f"{problem}, found {str(kind)[:80]!r}", _CONVERT, code=_UNKNOWN)
+        raise ModelError(where, f"{problem}, found {str(kind)[:80]!r}", hint or _CONVERT, code=_UNKNOWN)
+    # RoPE pairs adjacent rows in torchtitan's model, and by this field in that of transformers.
+    if kind == "deepseek_v3" and (interleaved := config.get("rope_interleave", True)) is not True:
+        problem = f"torchtitan's model expects True, found {str(interleaved)[:80]}"
+        place = f"{where}: config.json: rope_interleave"
+        raise ModelError(place, problem, hint or "use the config.json of this model", code=_OTHER_MODEL)
     return _FAMILIES[kind]
 
 
@@ -227,7 +233,7 @@ class TitanModel:
 
     def __init__(self, config: Mapping[str, object], fqns: Mapping[str, object], where: str) -> None:
         self._config, self._where = config, where
-        self._names: TitanNames = titan_names(config, where)
+        self._names: TitanNames = titan_names(config, where, _with_other_names())
         self._top = {hf: name for name, hf in TOP.items()}
         self._modules = {hf: name for name, hf in self._names.modules.items()}
         self._parameters = {hf: name for name, hf in self._names.parameters.items()}
@@ -304,8 +310,11 @@ class TitanModel:
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "torchtitan's model has no such tensor"
-        hint = f"export without {Parameter('names', 'torchtitan')}, which keeps Hugging Face's names"
-        return ModelError(f"{self._where}: {fqn!r}", problem, hint, code="model.not-in-torchtitan")
+        return ModelError(f"{self._where}: {fqn!r}", problem, _with_other_names(), code=_OTHER_MODEL)
+
+
+def _with_other_names() -> str:
+    return f"export without {Parameter('names', 'torchtitan')}, which keeps Hugging Face's names"
 
 
 def _interleaved(weight: TensorAt, num_heads: int) -> Iterator[Buffer]:
