@@ -13,12 +13,13 @@ from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPo
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
 from manifests.safetensors import Header
 from stores.base import InputFile, read_file_header
 from stores.local import LocalFile
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Take = Callable[[], T | None]  # returns the thread's next item, None if none is left
 
@@ -31,6 +32,36 @@ def for_each(items: Iterable[T], work: Callable[[T, threading.Event], None], num
             work(item, stop)
 
     share_out(items, run, num_threads)
+
+
+class WaitingPool(ThreadPoolExecutor):
+    """A pool whose `shutdown` also waits for a thread that `submit` started and, interrupted, did not note."""
+
+    def __init__(self, max_workers: int, thread_name_prefix: str) -> None:
+        super().__init__(max_workers, thread_name_prefix=thread_name_prefix)
+        self._changed, self._num_running, self._is_over = threading.Condition(), 0, False
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        return super().submit(self._run, partial(fn, *args, **kwargs))
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        super().shutdown(wait, cancel_futures=cancel_futures)
+        if wait:
+            with self._changed:
+                self._is_over = True
+                self._changed.wait_for(lambda: not self._num_running)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        with self._changed:
+            if self._is_over:
+                raise CancelledError
+            self._num_running += 1
+        try:
+            return work()
+        finally:
+            with self._changed:
+                self._num_running -= 1
+                self._changed.notify_all()
 
 
 def share_out(
@@ -47,7 +78,7 @@ def share_out(
     one file as late as possible: two that write one file wait for each other.
     """
     shares, stop = _Shares(items, 1 if in_order else num_threads), stop or threading.Event()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="worker") as pool:
+    with WaitingPool(num_threads, "worker") as pool:
         try:
             jobs = [pool.submit(run, shares.taker(0 if in_order else number), stop) for number in range(num_threads)]
             failed = wait(jobs, return_when=FIRST_EXCEPTION).done

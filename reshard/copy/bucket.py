@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from reshard.copy.parallelism import UploadPlan
 from reshard.plans.pack_plan import OutputShard
 from stores.base import Blocks, InputFile
 from stores.objects.output import ObjectTarget, open_output
+from stores.workers import WaitingPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class BucketTarget:
             return self._upload(shard, plan, InOrder(shard, progress, prefetcher), readers)
 
         with (
-            ThreadPoolExecutor(plan.uploads.num_objects, thread_name_prefix="upload") as pool,
+            WaitingPool(plan.uploads.num_objects, "upload") as pool,
             # Parts are sent from the memory of responses, without a copy.
             plan.reading.prefetcher(plan.num_readers, stop, plan.stream_nbytes, reuses=False) as prefetcher,
         ):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
@@ -31,7 +31,7 @@ from stores.objects.lock import (
 )
 from stores.objects.store import list_objects
 from stores.objects.uplink import NUM_PARTS
-from stores.workers import NUM_AT_ONCE
+from stores.workers import NUM_AT_ONCE, WaitingPool
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class ObjectTarget:
         self._nbytes: dict[str, int] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
-        self._beside = ThreadPoolExecutor(NUM_AT_ONCE, thread_name_prefix="beside")
+        self._beside = WaitingPool(NUM_AT_ONCE, "beside")
         self._sent = deque[Future[None]]()  # small files, and those that are being sent
         self._records: list[Future[None]] = []  # of completed objects; nothing waits for them but the end
         self._opening = Future[None]()  # until then, no object may appear
