@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -31,7 +32,8 @@ ALIVE_S = 2.0  # a rank writes its heartbeat at least this often, however long i
 SKEWED_S = 30.0  # the clocks of nodes may differ by this much
 _BEATS = "heartbeat"
 _MOST_S = 1e12  # since the epoch
-_MOST_DIGITS = 20  # of a process id
+_NUMBER = re.compile(r"[0-9]{1,19}")  # of a process, or of a Slurm job
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # names of JobSets and namespaces: RFC 1123
 _PACKAGES = ("reshard", "torch", "transformers")
 # A run as JSON: `id`, `began`, `name`, `checkpoint`, `saved`, and `launches`, one for each start.
 Run = Mapping[str, Any]
@@ -196,9 +198,12 @@ def read_job_record(log_dir: Path) -> JobRecord:
         texts = {field: str(document[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
-        if texts["scheduler"] == "local" and not (texts["id"].isdecimal() and len(texts["id"]) < _MOST_DIGITS):
-            raise ValueError(f"expected a process id, found {texts['id']!r}")
         texts |= {field: str(document.get(field, "")) for field in ("host", "birth", "namespace")}
+        # Both are arguments of scontrol and kubectl, which would take others for flags.
+        if not (_LABEL if texts["scheduler"] == "jobset" else _NUMBER).fullmatch(texts["id"]):
+            raise ValueError(f"expected the id of a {texts['scheduler']} job, found {texts['id']!r}")
+        if texts["namespace"] and not _LABEL.fullmatch(texts["namespace"]):
+            raise ValueError(f"expected a namespace, found {texts['namespace']!r}")
         if "\0" in "".join(texts.values()):
             raise ValueError("it contains a zero byte")
         record = JobRecord(**texts)

@@ -185,6 +185,12 @@ def test_machine_without_the_scheduler_is_said_to_be(
         '{"scheduler": "slurm"}',
         '{"scheduler": "ray", "id": "7", "name": "x", "output": ""}',
         '{"scheduler": "local", "id": "x", "name": "x", "output": ""}',
+        '{"scheduler": "slurm", "id": "-ualice", "name": "x", "output": ""}',
+        '{"scheduler": "slurm", "id": "7,8", "name": "x", "output": ""}',
+        '{"scheduler": "slurm", "id": "\u0667", "name": "x", "output": ""}',
+        '{"scheduler": "jobset", "id": "--kubeconfig=/x/k", "name": "x", "output": ""}',
+        '{"scheduler": "jobset", "id": "a,b", "name": "x", "output": ""}',
+        '{"scheduler": "jobset", "id": "a", "namespace": "--all", "name": "x", "output": ""}',
     ],
 )
 def test_damaged_record_of_a_job_is_refused(tmp_path: Path, verb: str, text: str) -> None:
