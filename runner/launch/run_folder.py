@@ -52,6 +52,7 @@ _EARLIER = "earlier"
 _FILES = ("metrics.jsonl", "job.json", "state.json", RUN_NAME, TIMES_NAME, "report.html")
 _FOLDERS = ("trace", "heartbeat", "tensorboard", "wandb", "flight-recorder", "profile")
 _CLAIM = ".launch.lock"
+_MOST_S = 1e11  # since the epoch, in the year 5138
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,7 +175,7 @@ def _free(parent: Path, began: datetime, name: str) -> Path:
 
 def _began(run: Mapping[str, Any]) -> float:
     began = run.get("began")
-    return float(began) if isinstance(began, int | float) else 0.0
+    return float(began) if isinstance(began, int | float) and 0 <= began < _MOST_S else 0.0
 
 
 def _runs() -> list[tuple[Path, Mapping[str, Any]]]:

@@ -152,6 +152,15 @@ def test_folder_whose_run_has_no_record_is_of_another_run(place: Path) -> None:
     assert len(list((place / "log" / "earlier").iterdir())) == 1
 
 
+@pytest.mark.parametrize("began", ["1e300", "-1e300", "1" + "0" * 400, "NaN", "Infinity"])
+def test_run_that_began_at_no_date_is_moved_aside_by_the_dates_of_its_files(place: Path, began: str) -> None:
+    (place / "log").mkdir()
+    (place / "log" / "run.json").write_text(f'{{"id": "theirs", "name": "x", "began": {began}}}')
+    begin(place / "log")
+    (aside,) = (place / "log" / "earlier").iterdir()
+    assert (run_id(aside), aside.name[:2]) == ("theirs", "20")
+
+
 def test_trace_of_another_run_is_not_reported(place: Path) -> None:
     begin(place / "log")
     leave(place / "log", 1, 3, trace="of another run")
