@@ -194,11 +194,15 @@ def _print_pods(record: JobRecord, show: Print, *, follow: bool, since: str = ""
     with running:
         assert running.stdout is not None
         words = []
-        for line in running.stdout:
-            if line.startswith("[pod/"):  # of --prefix
-                show(line)
-            else:
-                words.append(line)
+        try:
+            for line in running.stdout:
+                if line.startswith("[pod/"):  # of --prefix
+                    show(line)
+                else:
+                    words.append(line)
+        except BaseException:  # nobody reads what is shown: kubectl would wait for the next line of a pod
+            running.kill()
+            raise
     return said_by_kubectl(words) or (f"exited with code {running.returncode}" if running.returncode else "")
 
 

@@ -1,7 +1,8 @@
-"""What `--follow` makes of what Slurm says, and of a controller that does not answer; `scontrol` is a script here."""
+"""What `--follow` makes of what a scheduler says, or does not: `scontrol` and `kubectl` are scripts here."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,22 @@ def test_controller_that_has_never_answered_is_said_at_once(tmp_path: Path, monk
     with pytest.raises(UserError, match="Unable to contact slurm controller"):
         follow(tmp_path, monkeypatch, SILENT)
     assert (tmp_path / "asked").read_text() == "\n"
+
+
+def test_follower_whose_reader_has_ended_does_not_wait_for_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kubectl").write_text(
+        "#!/bin/sh\ncase $1 in logs) echo '[pod/tiny-0/runner] step 1'; exec sleep 30;; esac\n"
+        "case $2 in pods) echo Running;; *) echo '{\"metadata\": {}}';; esac\n"
+    )
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+    def show(text: str) -> None:
+        raise BrokenPipeError
+
+    record, begun_s = JobRecord(scheduler="jobset", id="tiny", name="tiny", output=""), time.monotonic()
+    with pytest.raises(BrokenPipeError):
+        watch.follow_job(record, Path(record.output), show, tmp_path)
+    assert time.monotonic() - begun_s < 25
