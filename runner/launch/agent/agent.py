@@ -203,7 +203,7 @@ def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> i
 def _rendezvous_failure(error: DistError) -> ExitReport:
     """Return a report on a failed rendezvous of nodes, which torch raises before any rank is started."""
     number, num_nodes = _number("--node-rank", "PET_NODE_RANK"), _number("--nnodes")
-    address, port = (os.environ.get(f"PET_MASTER_{part}", "?") for part in ("ADDR", "PORT"))
+    address, port = _flag("--master-addr", "PET_MASTER_ADDR"), _flag("--master-port", "PET_MASTER_PORT")
     where = f"node {number}, {socket.gethostname()}"
     missed = f"not all of {num_nodes} nodes reached" if number == 0 else "could not reach node 0 at"
     problem = f"{missed} {address}:{port}: {' '.join(str(error).split())}"
@@ -269,8 +269,13 @@ def _training(argv: Sequence[str]) -> TrainOptions | None:
         return None
 
 
+def _flag(flag: str, variable: str) -> str:
+    """Return the value of a flag of torchrun, which takes those that are not given from the environment."""
+    return dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+
+
 def _number(flag: str, variable: str = "") -> int:
-    text = dict(itertools.pairwise(sys.argv)).get(flag, os.environ.get(variable, ""))
+    text = _flag(flag, variable)
     return int(text) if text.isdecimal() else (1 if flag != "--node-rank" else 0)
 
 

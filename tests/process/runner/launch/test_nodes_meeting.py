@@ -18,6 +18,7 @@ ALONE = {
     "first": (0, ".+ 127.0.0.1:PORT: Timed out .+ 1/2 clients joined. CODE\nhint: .+"),
     "second": (1, ".+ 127.0.0.1:PORT: The client socket has timed out .+ CODE\nhint: .+"),
     "port": (0, "port PORT .+ CODE\nhint: .+"),
+    "flags": (1, ".+ 127.0.0.1:PORT: The client socket has timed out .+ CODE\nhint: .+"),  # as those of runner eval
 }
 
 
@@ -35,12 +36,17 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
             else:
                 taken.close()
             (log := place / name).mkdir()
+            where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+            flags = ("--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port))
+            given, environment = (flags, {}) if name == "flags" else ((), where)
             words = (
+                *given,
                 "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "0", "--rdzv-conf", "timeout=3",
                 "-m", "runner.train", "packed", "--data", "synthetic", "--log-dir", str(log),
             )  # fmt: skip
-            where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
-            agent = Forked(words, {**os.environ, **where}, log / "output", log / "errors", "runner.launch.agent.agent")
+            agent = Forked(
+                words, {**os.environ, **environment}, log / "output", log / "errors", "runner.launch.agent.agent"
+            )
             stack.callback(agent.kill)
             nodes[name] = (log, port, agent)
         return {name: (log, port, agent.wait(110)) for name, (log, port, agent) in nodes.items()}
