@@ -60,8 +60,12 @@ from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
-# Codes of errors of flags, of a node's cache, and of files that this user may not read.
-_UNDAMAGED = ("launch.", "options.", "output.", "resume.", "store.unreadable")
+# Codes of errors of flags, of a node (its cache, an outdated copy, its disk or memory), and of files that this user may
+# not read.
+_UNDAMAGED = (
+    "launch.", "options.", "output.", "resume.", "store.unreadable", "manifest.differs-between-ranks",
+    "shard.readings-differ",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -113,3 +113,19 @@ def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_
     with pytest.raises(InputError, match="Permission denied") as error:
         start(packed, newest, packed, flags=("--no-self-check",))
     assert (error.value.code, error.value.where) == ("store.unreadable", f"rank 0: {newest}/manifest.json")
+
+
+@pytest.mark.parametrize("code", ["manifest.differs-between-ranks", "shard.readings-differ"])
+def test_node_with_an_outdated_copy_or_a_faulty_disk_does_not_start_from_an_older_checkpoint(
+    code: str, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
+
+    def check(where: str, digest: str) -> None:
+        if where.startswith(str(newest)):
+            raise InputError(where, "differs", code=code)
+
+    monkeypatch.setattr(setup, "check_same_manifest", check)
+    with pytest.raises(InputError) as error:
+        start(packed, newest, packed, flags=("--no-self-check",))
+    assert error.value.code == code
