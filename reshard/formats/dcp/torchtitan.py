@@ -55,15 +55,16 @@ _OTHER_MODEL = "model.not-in-torchtitan"
 class TitanNames:
     """The names within a layer.
 
-    Of `modules`, which own a weight or a bias; of lone `parameters`; of `experts`, stacked along a first axis, whose
-    number in Hugging Face's names is {}; and of `transposed` parameters, whose last two axes are swapped. `is_rotated`:
-    RoPE pairs adjacent rows of query and key heads, and Hugging Face's rows of one half with those of the other.
+    Of `modules`, which own `leaves`; of lone `parameters`; of `experts`, stacked along a first axis, whose number in
+    Hugging Face's names is {}; and of `transposed` parameters, whose last two axes are swapped. `is_rotated`: RoPE
+    pairs adjacent rows of query and key heads, and Hugging Face's rows of one half with those of the other.
     """
 
     modules: Mapping[str, str]
     parameters: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, str] = field(default_factory=dict)
     transposed: Mapping[str, str] = field(default_factory=dict)
+    leaves: tuple[str, ...] = ("weight",)  # parameters of modules
     balanced: str | None = None  # the weight of routers whose balancing bias Hugging Face's model does not have
     is_rotated: bool = False
 
@@ -90,6 +91,7 @@ _FAMILIES: Mapping[str, TitanNames] = {
             f"{_ROUTED}.mlp1_weight_EGD": "mlp.experts.gate_up_proj",
             f"{_ROUTED}.mlp2_weight_EDF": "mlp.experts.down_proj",
         },
+        leaves=("weight", "bias"),
         balanced="mlp.router.weight",
     ),
 }
@@ -270,7 +272,7 @@ class TitanModel:
         if rest in self._parameters:
             return in_place(tensor, f"{prefix}.{self._parameters[rest]}")
         module, _, leaf = rest.rpartition(".")
-        if module not in self._modules:
+        if module not in self._modules or leaf not in self._names.leaves:  # torch loads what a model has alone
             raise self._unknown(fqn)
         key = f"{prefix}.{self._modules[module]}.{leaf}"
         if self._modules[module].startswith("attention.qkv_linear.") and (match := _OF_HEADS.match(rest)):
@@ -310,7 +312,8 @@ class TitanModel:
 
     def _unknown(self, fqn: str) -> ModelError:
         problem = "torchtitan's model has no such tensor"
-        return ModelError(f"{self._where}: {fqn!r}", problem, _with_other_names(), code=_OTHER_MODEL)
+        hint = f"{_with_other_names()}; if weights are quantized, reshard pack SOURCE --dequantize bf16"
+        return ModelError(f"{self._where}: {fqn!r}", problem, hint, code=_OTHER_MODEL)
 
 
 def _with_other_names() -> str:
