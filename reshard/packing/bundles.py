@@ -188,8 +188,7 @@ def refer_to_others(checkpoint: Checkpoint, plan: PackPlan, packed: Collection[i
             name = names.get(tensor.file)
             if name is None:
                 problem = "is not a weight file of a Hugging Face folder, which virtual bundles require"
-                other = f"pack its own source ({checkpoint.source.location}), or pack"
-                raise _not_virtual(str(tensor.file), problem, other)
+                raise _not_virtual(str(tensor.file), problem, "pack")
             if not tensor.nbytes:
                 raise _not_virtual(tensor.place, "is empty, and virtual bundles can only refer to bytes", "pack")
             if tensor.name in tied:

@@ -215,6 +215,15 @@ def test_tensor_without_bytes_cannot_be_virtual(tmp_path: Path, wording: Callabl
     wording(refused.text)
 
 
+def test_bundles_that_a_checkpoint_has_cannot_be_virtual(tmp_path: Path, wording: Callable[[str], None]) -> None:
+    """The hint must not lead to another model, such as the untrained one that a checkpoint began with."""
+    write_model(tmp_path / "source", llama_config())
+    run("pack", tmp_path / "source", "--layout", "pp=1", "--out", tmp_path / "packed")
+    refused = refusal("pack", tmp_path / "packed", "--layout", "pp=2", "--virtual", "--out", tmp_path / "out")
+    assert refused.found == (3, "options.cannot-be-virtual", f"{tmp_path}/packed/model-00001-of-00001.safetensors")
+    wording(refused.text)
+
+
 def test_two_stored_copies_of_a_tied_weight_are_compared_first(tmp_path: Path) -> None:
     config = llama_config(tie_word_embeddings=True)
     write_model(tmp_path / "source", config, random_tensors(config | {"tie_word_embeddings": False}))
