@@ -338,7 +338,8 @@ def _commit(
 
 def open_base(base: str | Path) -> Checkpoint:
     """Open a copy of a version; the digests that its headers have are used."""
-    return with_header_digests(open_source(str(base)))
+    opened = open_source(str(base))
+    return with_header_digests(opened) if opened.manifest is None else opened  # whose headers are of its source
 
 
 def _old_state(chain: Chain, base: str | Path | None) -> Checkpoint | None:

@@ -474,6 +474,24 @@ def test_index_lists_the_names_in_shards_that_stay(value: int, tmp_path: Path) -
     assert {path.relative_to(served_folder).as_posix() for path in served_folder.rglob("*.safetensors")} == listed
 
 
+def test_digests_of_a_base_that_is_a_manifest_are_those_of_its_bundles(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    """Its source.json has the headers of its source, here of a folder whose headers have digests of other bytes."""
+    folder, chain, served_folder = published[0], tmp_path / "chain", tmp_path / "served"
+    apply_delta(folder / "chain", served_folder, version=1)
+    for name, source in (("m1", served_folder), ("m2", folder / "v2")):
+        run("pack", source, "--layout", "pp=2", "--dtype", "fp32", "--out", tmp_path / name)
+    base = ("--base", tmp_path / "m1")
+    done = run("delta", "publish", tmp_path / "m2", "--chain", chain, *base, "--dtype", "fp32", "--json").json
+    assert (done["number"], done["base"]) == (1, 0)
+    run("delta", "verify", chain, *base)
+    for name in ("m1", "m2"):
+        run("export", tmp_path / name, "--to", "hf", "--dtype", "fp32", "--out", tmp_path / f"{name}-hf")
+    apply_delta(chain, tmp_path / "m1-hf")
+    assert weights_in(tmp_path / "m1-hf") == weights_in(tmp_path / "m2-hf")
+
+
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("flags", [("--virtual",), ("--stages", "0")])
 def test_version_of_a_chain_cannot_be_referred_to(
