@@ -124,7 +124,7 @@ logger = logging.getLogger(__name__)
 # rate, and by whether its parameters are of experts. Its own rule says which parameters are in which; it fails if a
 # group is not there, and does not look at others.
 _FACTORS = (1.0, 0.0)
-_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "sqrt": "WSD"}
+_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 
 
 def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: OptimizerState) -> dict[str, object]:
@@ -143,8 +143,14 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
     groups = [{**common, "weight_decay": decay if factor else 0.0, "wd_mult": factor} for factor in _FACTORS]
     state = {OPTIMIZER: {"param_groups": groups}, "param_state_sharding_type": RESHARDABLE}
     batch = trained.batch.global_batch if trained.batch else 1
+    style = _STYLES[rate.decay]
+    if style != "constant" and (rate.stable_steps or style == "minus_sqrt"):
+        decay_steps = rate.decay_steps - rate.warmup_steps - rate.stable_steps
+        flags = f"--lr-wsd-decay-style {style} --lr-wsd-decay-iters {decay_steps}"
+        logger.warning("%s: Megatron-LM reads the decay of a WSD schedule from flags: %s", checkpoint.location, flags)
+        style = "WSD"
     schedule: dict[str, Any] = {
-        "max_lr": rate.peak, "min_lr": rate.minimum, "lr_decay_style": _STYLES[rate.decay],
+        "max_lr": rate.peak, "min_lr": rate.minimum, "lr_decay_style": style,
         "lr_warmup_steps": rate.warmup_steps * batch, "num_steps": samples_of(trained),
         "lr_decay_steps": max(rate.decay_steps, rate.warmup_steps + 1) * batch,
         "start_wd": decay, "end_wd": decay, "wd_incr_steps": 0, "wd_incr_style": "constant",

@@ -31,6 +31,8 @@ from transformers import AutoModelForCausalLM
 
 from manifests.errors import ModelError, SourceError, UserError
 from manifests.models import model_shape
+from manifests.schedules.learning_rate import rate_at
+from manifests.schema import Decay, LearningRate
 from manifests.store import write_manifest
 from reshard.formats.megatron.arguments import arguments_of, check_arguments, config_of
 from reshard.formats.megatron.read import arguments_in
@@ -460,6 +462,36 @@ def test_one_weight_decay_of_all_parameters_is_named_as_lost(tmp_path: Path, cap
         run("export", packed, "--to", "megatron", "--out", tmp_path / f"back-{number}")
         assert len(caplog.records) == number
     assert caplog.records[0].args == (str(packed), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("decay", "stable_steps", "style", "shape"),
+    [
+        ("constant", 3, "constant", None), ("linear", 0, "linear", None), ("cosine", 0, "cosine", None),
+        ("linear", 3, "WSD", "linear"), ("cosine", 3, "WSD", "cosine"), ("sqrt", 0, "WSD", "minus_sqrt"),
+        ("sqrt", 3, "WSD", "minus_sqrt"),
+    ],
+)  # fmt: skip
+def test_schedule_with_stable_steps_is_megatrons_wsd(
+    decay: Decay, stable_steps: int, style: str, shape: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its OptimizerParamScheduler saves the style, and not how it decays: that is in flags."""
+    packed = pack(TRAINED, tmp_path / "packed")
+    manifest = open_manifest(packed).manifest
+    trained = manifest.training
+    assert trained is not None
+    rate = LearningRate(peak=4e-3, warmup_steps=0, stable_steps=stable_steps, decay=decay, decay_steps=10, minimum=1e-4)
+    write_manifest(packed, replace(manifest, training=replace(trained, learning_rate=rate)))
+    run("export", packed, "--to", "megatron", "--out", tmp_path / "out")
+    saved = torch.load(tmp_path / "out" / "iter_0000001" / "common.pt", weights_only=False)["opt_param_scheduler"]
+    names = ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps", "max_lr", "min_lr")
+    assert [saved[name] for name in names] == [style, 0, 4 * 10, 4, 4e-3, 1e-4]
+    flags = f"--lr-wsd-decay-style {shape} --lr-wsd-decay-iters {10 - stable_steps}"
+    assert [record.args for record in caplog.records] == ([(str(packed), flags)] if shape else [])
+    again = open_manifest(pack(tmp_path / "out", tmp_path / "again")).manifest.training
+    assert again is not None
+    assert again.learning_rate is not None
+    assert again.learning_rate.peak == rate_at(1, rate)
 
 
 @pytest.mark.parametrize(
