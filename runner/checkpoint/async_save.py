@@ -160,13 +160,13 @@ class Saver(InFlight[SaveReport]):
     ) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
-            # An existing checkpoint is unreadable, or the run would have resumed from it.
+            # An existing checkpoint is damaged, or the run would have resumed from it.
             with raise_on_all_ranks("save", self._group):
                 if dist.get_rank() == 0:
                     set_aside(path)
             nbytes = save(
                 state, self._context, path, training,
-                data_files=data_files, steps=steps, force=True, group=self._group, timer=self._timer,
+                data_files=data_files, steps=steps, group=self._group, timer=self._timer,
                 is_awaited=self._is_awaited.is_set, before=self._before,
             )  # fmt: skip
             self._before = path

@@ -202,14 +202,19 @@ def _why_kept(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a checkpoint at `path`: rename a folder there that is none of its step, with its contents."""
+    """Make room for a checkpoint at `path`: rename a folder there, from which the run did not resume, with its contents.
+
+    It is not replaced: not every file system can exchange two folders, and what is damaged may be of use to somebody.
+    """
     with system_errors(path, "cannot be renamed", code="checkpoint.not-set-aside"):
-        if path.is_symlink() or not _is_whole(path) or (step := _stored_step(path)) == step_of(path):
+        if path.is_symlink() or not _is_whole(path):
             return
+        step = _stored_step(path)
         number = next(number for number in range(1, 1000) if not os.path.lexists(_aside(path, number)))
         os.rename(path, _aside(path, number))
         sync_folder(path.parent)
-    problem = "its manifest cannot be read" if step is None else f"is a checkpoint of step {step}"
+    problems = {None: "its manifest cannot be read", step_of(path): "was not resumed"}
+    problem = problems.get(step, f"is a checkpoint of step {step}")
     logger.warning("%s: %s; renamed to %s", path, problem, _aside(path, number))
 
 

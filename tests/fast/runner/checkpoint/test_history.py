@@ -232,11 +232,20 @@ def test_checkpoint_whose_manifest_cannot_be_read_gives_way_whole(trained: Path,
     (damaged / "manifest.json").write_text('{"format": "reshard-mani')
     (tmp_path / "step-000020.set-aside-1").touch()
     before = files_in(damaged)
-    for step in (10, 20, 30):
+    for step in (20, 30):
         set_aside(checkpoint_path(tmp_path, step))
     assert files_in(tmp_path / "step-000020.set-aside-2") == before
     assert names_in(tmp_path) == ["step-000010", "step-000020.set-aside-1", "step-000020.set-aside-2"]
     assert [step_of(path) for path in find_checkpoints(tmp_path)] == [10]
+
+
+def test_checkpoint_of_the_same_step_that_was_not_resumed_gives_way_whole(trained: Path, tmp_path: Path) -> None:
+    """NFS cannot exchange the names of two folders: a save that replaces it would fail there each time."""
+    fill(tmp_path, trained, 10, 20)
+    before = files_in(checkpoint_path(tmp_path, 20))
+    set_aside(checkpoint_path(tmp_path, 20))
+    assert files_in(tmp_path / "step-000020.set-aside-1") == before
+    assert names_in(tmp_path) == ["step-000010", "step-000020.set-aside-1"]
 
 
 def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:
