@@ -23,7 +23,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.async_save import InFlight, ReportT, Saver
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
-from runner.checkpoint.outputs import check_apart, check_outputs, check_space, may_replace, replaced_note
+from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note, swap_of
 from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import Origin, find_origins
@@ -278,9 +278,9 @@ def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallT
     weights, context = ready.whole_weights()
     family = ready.chunks[0].family
     if isinstance(family, OnTransformers) and family.adapters is not None:
-        save_peft(weights, family.adapters, context.adapters, out, force=may_replace(ready.options))
+        save_peft(weights, family.adapters, context.adapters, out, swap=swap_of(ready.options))
         return
-    save(weights, context, out, weights_only, force=may_replace(ready.options), timer=timer)
+    save(weights, context, out, weights_only, swap=swap_of(ready.options), timer=timer)
 
 
 def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watchdog:

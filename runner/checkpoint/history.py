@@ -20,6 +20,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
 from stores.folders.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
+from stores.folders.publish import aside_of
 from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
@@ -202,7 +203,7 @@ def _why_kept(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a checkpoint at `path`: rename a folder there, from which the run did not resume, with its contents.
+    """Make room for a checkpoint at `path`: rename a folder there, which the run did not resume, as a whole.
 
     It is not replaced: not every file system can exchange two folders, and what is damaged may be of use to somebody.
     """
@@ -210,16 +211,12 @@ def set_aside(path: Path) -> None:
         if path.is_symlink() or not _is_whole(path):
             return
         step = _stored_step(path)
-        number = next(number for number in range(1, 1000) if not os.path.lexists(_aside(path, number)))
-        os.rename(path, _aside(path, number))
+        aside = aside_of(path)
+        os.rename(path, aside)
         sync_folder(path.parent)
     problems = {None: "its manifest cannot be read", step_of(path): "was not resumed"}
     problem = problems.get(step, f"is a checkpoint of step {step}")
-    logger.warning("%s: %s; renamed to %s", path, problem, _aside(path, number))
-
-
-def _aside(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.set-aside-{number}")
+    logger.warning("%s: %s; renamed to %s", path, problem, aside)
 
 
 def _remove(folder: Path) -> None:

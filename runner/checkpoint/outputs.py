@@ -14,7 +14,15 @@ from runner.config.flags import TrainOptions
 from runner.rundir.records import has_saved
 from stores.folders.owned import files_of_manifest
 from stores.folders.probe import check_room, check_writable, folder_of
-from stores.folders.publish import check_not_a_step, check_partial, check_target, exchange, partial_of
+from stores.folders.publish import (
+    Swap,
+    check_not_a_step,
+    check_partial,
+    check_target,
+    exchange,
+    exchange_or_rename,
+    partial_of,
+)
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from stores.versions import check_chain
@@ -29,23 +37,29 @@ def check_outputs(options: TrainOptions) -> None:
     for where, folder in _folders(options):
         check_writable(folder, where, _HINT)
     if options.save is not None:
-        if is_forced := may_replace(options):
+        swap = swap_of(options)
+        if swap is not None:
             check_not_a_step(options.save)
         find_owned = files_of_manifest if options.lora is None else files_of_peft
-        check_target(options.save, is_forced, find_owned)
+        check_target(options.save, swap is not None, find_owned)
         check_partial(options.save, find_owned)
         is_replaced = options.save.is_dir() and any(options.save.iterdir())
         where = f"--save {options.save}"
-        check_writable(folder_of(options.save), where, _HINT, exchange=exchange if is_replaced else None)
+        check_writable(folder_of(options.save), where, _HINT, exchange=swap if is_replaced else None)
     metrics = options.log_dir / "metrics.jsonl"
     if metrics.exists():
         with system_errors(metrics, "cannot be written", code="output.unwritable"):
             open(metrics, "ab").close()
 
 
-def may_replace(options: TrainOptions) -> bool:
-    """Whether `--save` may replace a folder: with `--force`, or the one that the run wrote before it was restarted."""
-    return options.force or (options.save is not None and has_saved(options.log_dir, options.save))
+def swap_of(options: TrainOptions) -> Swap | None:
+    """Return how `--save` replaces a folder, if it may: with `--force`, or what the run wrote before it was restarted.
+
+    What it wrote itself is replaced on every file system: see `exchange_or_rename`.
+    """
+    if options.save is not None and has_saved(options.log_dir, options.save):
+        return exchange_or_rename
+    return exchange if options.force else None
 
 
 def replaced_note(save: Path) -> str | None:

@@ -45,6 +45,7 @@ from runner.load.own_module import (
 from runner.tensors.dtensor import local_of, whole_of
 from runner.tensors.local_shard import Piece
 from stores.address import check_local
+from stores.folders.publish import exchange
 
 _Tensors = dict[str, torch.Tensor]
 _ToHF = Callable[[Sequence[_Tensors]], _Tensors]
@@ -134,7 +135,7 @@ def save_stages(
             _check_parts(packed, parts)
         training = _training_of(parts, TrainingState(step=int(step), num_tokens=int(num_tokens)), max_norm)
         own_state, context = _share_of(packed, pieces, parts)
-        return save(own_state, context, Path(out), training, force=force, group=group)
+        return save(own_state, context, Path(out), training, swap=exchange if force else None, group=group)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
 from runner.models.family import Family, OnTransformers
 from runner.tensors.local_shard import Piece
-from stores.folders.publish import publishing
+from stores.folders.publish import Swap, exchange, publishing
 
 
 def load_adapters(
@@ -60,8 +60,10 @@ def load_adapters(
     return stored, record
 
 
-def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, out: Path, *, force: bool) -> None:
-    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them."""
+def save_peft(
+    weights: Held, adapters: Adapters, record: AdapterRecord | None, out: Path, *, swap: Swap | None = None
+) -> None:
+    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has; `swap` as in `save`."""
     mine = {piece.fqn: piece.memory for kinds in weights.values() for piece in kinds[WEIGHTS]}
     is_rank_0 = dist.get_rank() == 0
     gathered: list[dict[str, torch.Tensor]] | None = [{}] * dist.get_world_size() if is_rank_0 else None
@@ -72,7 +74,8 @@ def save_peft(weights: Held, adapters: Adapters, record: AdapterRecord | None, o
         assert record is not None
         tensors = {f"{PEFT_PREFIX}{fqn}": tensor for part in gathered for fqn, tensor in part.items()}
         names = {PEFT_CONFIG, PEFT_WEIGHTS}
-        with publishing(out, force=force, find_owned=files_of_peft, wanted=names) as folder:
+        target = publishing(out, force=swap is not None, find_owned=files_of_peft, wanted=names, swap=swap or exchange)
+        with target as folder:
             write_file(folder / PEFT_WEIGHTS, _shard(dict(sorted(tensors.items())), record.base_digest))
             write_file(folder / PEFT_CONFIG, _config(adapters, record))
 

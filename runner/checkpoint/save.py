@@ -33,7 +33,7 @@ from runner.distributed.watchdog import StallTimer
 from runner.tensors.local_shard import Piece
 from stores.base import Blocks
 from stores.folders.owned import files_of_manifest
-from stores.folders.publish import publishing
+from stores.folders.publish import Swap, exchange, publishing
 from stores.local import LocalFile
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def save(
     *,
     data_files: Mapping[str, bytes] | None = None,
     steps: Mapping[str, int] | None = None,
-    force: bool = False,
+    swap: Swap | None = None,
     group: dist.ProcessGroup | None = None,
     timer: StallTimer | None = None,
     is_awaited: Callable[[], bool] = lambda: True,
@@ -106,7 +106,8 @@ def save(
     Shards that are as in `before`, a checkpoint of the same run, are linked: see Note [Tensors that are stored once].
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
     data cursor and `data_files`, small files about the data, which are rank 0's, and for `steps`, the step counts of
-    its parameters that are not the checkpoint's, by FQN. `timer` beats while this rank writes.
+    its parameters that are not the checkpoint's, by FQN. `timer` beats while this rank writes. `swap` replaces a
+    checkpoint at `out`; without it, one is refused.
     Until it `is_awaited`, training continues, and comes first. Nothing is at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
@@ -133,7 +134,9 @@ def save(
                 names = {path for of_rank in planned for path in of_rank}
                 names |= {*(file.path for file in context.manifest.files), *DATA_FILES, INDEX_NAME, MANIFEST_NAME}
                 names |= {STEPS_NAME, *context.records}
-                target = publishing(out, force=force, find_owned=files_of_manifest, wanted=names)
+                target = publishing(
+                    out, force=swap is not None, find_owned=files_of_manifest, wanted=names, swap=swap or exchange
+                )
                 return [str(stack.enter_context(target))]
 
         shared: list[list[str]] = [in_rounds("save", begin, group)]

@@ -28,6 +28,40 @@ from stores.open import open_manifest
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _MOUNTS = "/proc/self/mountinfo"
 
+Swap = Callable[[Path, Path], None]  # exchanges the names of two folders
+
+
+def exchange(partial: Path, out: Path) -> None:
+    """Exchange the names of two folders atomically."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
+        problem = f"cannot be replaced atomically on this file system: {os.strerror(ctypes.get_errno())}"
+        raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
+
+
+def exchange_or_rename(partial: Path, out: Path) -> None:
+    """Exchange the names of two folders, by renames where the file system cannot do it atomically, such as NFS.
+
+    Between two of them nothing is at `out`, and a kill leaves what was there as `NAME.set-aside-1`.
+    """
+    try:
+        exchange(partial, out)
+    except OutputError:
+        aside = aside_of(out)
+        os.rename(out, aside)
+        try:
+            os.rename(partial, out)
+        except BaseException:
+            os.rename(aside, out)
+            raise
+        os.rename(aside, partial)
+
+
+def aside_of(path: Path) -> Path:
+    """Return the name that a folder gets which makes room for another."""
+    names = (path.with_name(f"{path.name}.set-aside-{number}") for number in range(1, 1000))
+    return next(name for name in names if not os.path.lexists(name))
+
 
 @contextmanager
 def publishing(
@@ -36,6 +70,7 @@ def publishing(
     force: bool,
     find_owned: FindOwned,
     wanted: Collection[str] = (),
+    swap: Swap = exchange,
     is_resumable: Callable[[Path], bool] = lambda partial: False,
     outlives_errors: bool = False,
 ) -> Iterator[Path]:
@@ -44,8 +79,8 @@ def publishing(
     A kill leaves `.NAME.partial` beside an unchanged `out`. The next run removes it, or resumes it if `is_resumable`
     allows; such a folder also survives an interrupt, and any error if it `outlives_errors`. One with files that are not
     recorded as ours is refused: see Note [Whose a folder under construction is]. With `force`, a folder that has no
-    other files than `find_owned` returns is replaced atomically (see Note [Files of others in an output]). The record,
-    from which a run may resume, is removed right before the folder becomes `out`.
+    other files than `find_owned` returns is replaced atomically (see Note [Files of others in an output]), or as `swap`
+    does it. The record, from which a run may resume, is removed right before the folder becomes `out`.
     """
     if out.name in ("", ".."):
         out = out.resolve()  # `.` has no name for the partial folder
@@ -66,11 +101,11 @@ def publishing(
         if not is_resumed or not (partial / RECORD_NAME).is_file():
             write_record(partial, wanted)
         if not _is_free(out):  # to be replaced: check it now rather than after writing everything
-            check_writable(out.parent, str(out), exchange=exchange)
+            check_writable(out.parent, str(out), exchange=swap)
         yield partial
         if files := _find_replaced(out, force, find_owned):  # it may have appeared since, or files of others in it
             check_only_ours(out, files)
-        _swap_in(partial, out, find_owned)
+        _swap_in(partial, out, find_owned, swap)
     except BaseException as error:
         hint = _space_hint(error, out.parent)
         if not ((outlives_errors or isinstance(error, KeyboardInterrupt)) and is_resumable(partial)):
@@ -245,8 +280,8 @@ def _sync_tree(folder: Path) -> None:
         sync_folder(Path(parent))
 
 
-def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
-    # Commit point: one rename, so that readers see either the old folder or the new one.
+def _swap_in(partial: Path, out: Path, find_owned: FindOwned, swap: Swap) -> None:
+    # Commit point: one rename, so that readers see either the old folder or the new one; see `exchange_or_rename`.
     if out.exists():
         _take_after(out, partial)
     if _is_free(out):
@@ -259,7 +294,7 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned) -> None:
         files = find_owned(out) or ()
         _sync_tree(partial)
         with _removed(partial / RECORD_NAME):
-            _rename_for_good(lambda: exchange(partial, out), lambda: exchange(partial, out), out.parent)
+            _rename_for_good(lambda: swap(partial, out), lambda: swap(partial, out), out.parent)
         if not os.path.lexists(partial / RECORD_NAME):
             with suppress(OSError):  # as in `remove_replaced`
                 partial.chmod(0o700 | partial.stat().st_mode)
@@ -301,14 +336,6 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
     except BaseException:  # an interrupt too: what was replaced must not get the journal of the new one
         undo()
         raise
-
-
-def exchange(partial: Path, out: Path) -> None:
-    """Exchange the names of two folders atomically."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, bytes(partial), _AT_FDCWD, bytes(out), _RENAME_EXCHANGE):
-        problem = f"cannot be replaced atomically on this file system: {os.strerror(ctypes.get_errno())}"
-        raise OutputError(str(out), problem, "remove it, then run again", code="output.cannot-replace")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from manifests.errors import InputError, UnreachableError, UserError
 from stores.folders.owned import write_record
 from stores.folders.probe import check_new_file, check_room, check_writable
-from stores.folders.publish import publishing
+from stores.folders.publish import Swap, exchange, exchange_or_rename, publishing
 from tests.builders import files_in
 from tests.refusals import refusal
 
@@ -28,9 +29,14 @@ def find_owned(folder: Path) -> set[str] | None:
 
 
 def publish(
-    out: Path, text: str = "new", *, force: bool = False, meanwhile: Callable[[], object] = lambda: None
+    out: Path,
+    text: str = "new",
+    *,
+    force: bool = False,
+    swap: Swap = exchange,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    with publishing(out, force=force, find_owned=find_owned) as folder:
+    with publishing(out, force=force, find_owned=find_owned, swap=swap) as folder:
         (folder / "ours").write_text(text)
         meanwhile()
         (folder / "below").mkdir()
@@ -295,6 +301,64 @@ def test_interrupted_commit_is_undone_and_what_is_kept_is_the_new_folder(
         (folder / ".journal").write_text("new")
     assert names_in(out) == ["old"]
     assert names_in(tmp_path / ".out.partial") == [".journal"]
+
+
+@pytest.fixture
+def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel refuse to exchange names, with EINVAL, as on NFS."""
+    monkeypatch.setattr("stores.folders.publish._RENAME_EXCHANGE", 1 << 10)
+
+
+@pytest.mark.usefixtures("without_exchange")
+def test_folder_is_replaced_by_renames_where_names_cannot_be_exchanged(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    publish(out, "old")
+    error = refusal(lambda: publish(out, "new", force=True))
+    assert (error.code, files_in(out)["ours"]) == ("output.cannot-replace", b"old")
+    publish(out, "new", force=True, swap=exchange_or_rename)
+    assert names_in(tmp_path) == ["out"]
+    assert files_in(out) == {"ours": b"new", "below/file": b"new"}
+
+
+@pytest.mark.usefixtures("without_exchange")
+@pytest.mark.parametrize(("at", "left"), [(1, {"out": b"old"}), (2, {"out.set-aside-1": b"old"}),
+                                          (3, {"out": b"new", "out.set-aside-1": b"old"})])  # fmt: skip
+def test_kill_between_renames_leaves_the_replaced_folder_whole(at: int, left: dict[str, bytes], tmp_path: Path) -> None:
+    out, place = tmp_path / "out", tmp_path
+    publish(out, "old")
+    if (child := os.fork()) == 0:
+        rename, numbers = os.rename, itertools.count(1)
+
+        def rename_or_die(first: Path, second: Path) -> None:
+            if Path(first).parent == place and next(numbers) == at:  # not the probe's
+                os._exit(9)
+            rename(first, second)
+
+        os.rename = rename_or_die  # type: ignore[assignment]
+        publish(out, "new", force=True, swap=exchange_or_rename)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    seen = {path.name: files_in(path) for path in place.iterdir() if not path.name.startswith(".")}
+    assert seen == {name: {"ours": text, "below/file": text} for name, text in left.items()}
+    publish(out, "new", force=True, swap=exchange_or_rename)
+    assert files_in(out) == {"ours": b"new", "below/file": b"new"}
+    assert [path.name for path in place.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.usefixtures("without_exchange")
+def test_rename_that_fails_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, rename = tmp_path / "out", os.rename
+    publish(out, "old")
+
+    def rename_or_fail(first: Path, second: Path) -> None:
+        if Path(first).name == ".out.partial":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(first, second)
+
+    monkeypatch.setattr(os, "rename", rename_or_fail)
+    error = refusal(lambda: publish(out, "new", force=True, swap=exchange_or_rename))
+    assert (error.code, names_in(tmp_path)) == ("output.unwritable", ["out"])
+    assert files_in(out) == {"ours": b"old", "below/file": b"old"}
 
 
 def refuse(first: Path, second: Path) -> None:

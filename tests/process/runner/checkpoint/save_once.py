@@ -17,6 +17,7 @@ from runner.checkpoint.history import claim_history, claim_output
 from runner.checkpoint.resume import remember
 from runner.checkpoint.save import SaveContext, save
 from runner.config.flags import parse_training
+from stores.folders.publish import exchange
 from tests.process.runner.checkpoint.save_worker import held_by
 
 _TIMEOUT = timedelta(seconds=60)
@@ -63,4 +64,5 @@ def _save_weights(folder: Path, out: Path, step: int, *, force: bool) -> None:
         for piece in pieces:
             piece.memory.fill_(step)
     with claim_output(out):
-        save(held, context, out, TrainingState(step=step, num_tokens=step, dtype="F32"), force=force)
+        training = TrainingState(step=step, num_tokens=step, dtype="F32")
+        save(held, context, out, training, swap=exchange if force else None)

@@ -53,7 +53,7 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
     family = ready.chunks[0].family
     assert isinstance(family, Generic)
     assert family.adapters is not None
-    save_peft(weights, family.adapters, context.adapters, case.folder(place, "trained"), force=False)
+    save_peft(weights, family.adapters, context.adapters, case.folder(place, "trained"))
     return result
 
 
