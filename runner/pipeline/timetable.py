@@ -69,19 +69,32 @@ class Timetable:
         return Table(placement=self.placement, num_microbatches=num_microbatches, ranks=(tuple(steps),))
 
     def forward(self, num_microbatches: int) -> LoweredTable:
-        """Return the actions of an evaluation: only forwards, each stage's microbatches one after the other.
+        """Return the actions of an evaluation: only forwards, each soon after its input is computed.
 
-        They do not depend on the schedule, so any number of microbatches can be evaluated.
+        They do not depend on the schedule, so any number of microbatches can be evaluated, in the memory of a few.
         """
+        placement = self.placement
+        group = 1 if placement.style == "v" else placement.num_ranks  # microbatches that enter in successive slots
+
+        def slot(action: Action) -> int:
+            """Return when an action runs, if all take one slot: one after the previous stage, no two on a rank."""
+            stage, _, microbatch = action
+            return placement.num_virtual * (microbatch - microbatch % group) + microbatch % group + stage
+
         ranks = tuple(
             tuple(
-                Action(stage=stage, kind="F", microbatch=microbatch)
-                for stage in self.placement.stages_on(rank)
-                for microbatch in range(num_microbatches)
+                sorted(
+                    (
+                        Action(stage=stage, kind="F", microbatch=microbatch)
+                        for stage in placement.stages_on(rank)
+                        for microbatch in range(num_microbatches)
+                    ),
+                    key=slot,
+                )
             )
-            for rank in range(self.placement.num_ranks)
+            for rank in range(placement.num_ranks)
         )
-        return lower(Table(placement=self.placement, num_microbatches=num_microbatches, ranks=ranks))
+        return lower(Table(placement=placement, num_microbatches=num_microbatches, ranks=ranks))
 
 
 def find_timetable(

@@ -105,7 +105,7 @@ class RuntimeStage(PipelineStage):
             self._outputs[fwd_chunk_id] = output
         else:
             self._free("F", fwd_chunk_id)
-            if self.is_last:
+            if self.is_last or self.stage_index_to_group_rank[self.stage_index + 1] == self.group_rank:
                 getattr(self, ADAPTER.forwards).clear()  # neither a send nor a backward needs them
         return_holes(self.device.type)
         return output

@@ -11,8 +11,9 @@ from manifests.errors import InputError, UsageError
 from manifests.placement import Placement, Style
 from manifests.schedules.actions import actions_of
 from manifests.schedules.csvtext import write_csv
-from manifests.schedules.lowering import lower
+from manifests.schedules.lowering import compute_part, lower
 from manifests.schedules.rules import SCHEDULES
+from manifests.schedules.simulation import StageCosts, simulate
 from manifests.schedules.tables import schedule_table
 from runner.pipeline.timetable import Timetable, find_timetable
 
@@ -109,3 +110,13 @@ def test_evaluation_takes_every_microbatch_forward_through_every_stage(
     actions = [str(action) for steps in table.ranks for step in steps for action in actions_of(step)]
     stages, microbatches = range(placement.num_stages), range(num_microbatches)
     assert sorted(actions) == sorted(f"{stage}F{microbatch}" for stage in stages for microbatch in microbatches)
+
+
+@pytest.mark.parametrize(("placement", "num_idle"), [(placed(3), 2), (placed(2, 3), 1), (placed(4, 2, "v"), 6)])
+def test_evaluation_leaves_the_last_rank_idle_only_before_its_first_input_and_after_its_last_result(
+    placement: Placement, num_idle: int
+) -> None:
+    num_microbatches = 4 * placement.num_ranks
+    table = compute_part(Timetable(name="GPipe", placement=placement).forward(num_microbatches))
+    costs = StageCosts.of([1.0] * placement.num_stages, [1.0] * placement.num_stages)
+    assert simulate(table, costs).makespan_s == placement.num_virtual * num_microbatches + num_idle

@@ -3,13 +3,15 @@
 usage: peak_worker.py CASES OUT
 
 CASES is a JSON list of {"name": …, "schedule": …, "num_microbatches": …, "recompute": …, "shares": …}; `shares` are the
-numbers of modules on each stage. What is counted is what torch's profiler reports of its allocator in one step.
+numbers of modules on each stage. What is counted is what torch's profiler reports of its allocator in one step, and in
+one evaluation.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -24,9 +26,10 @@ from manifests.models.memory import estimate_memory
 from manifests.models.training import POLICIES, Training
 from manifests.placement import Placement
 from runner.config.schema import BatchOptions, ComputeOptions
+from runner.data.sequences import Batch
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize
-from runner.pipeline.schedule import Schedule, build_schedule
+from runner.pipeline.schedule import build_schedule
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.pipeline.timetable import find_timetable
 from runner.training.activation_checkpoint import apply_compute_options
@@ -67,20 +70,24 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     )
     table = timetable.planned(cut.num_microbatches)
     planned = estimate_memory(model_shape(CONFIG), stage_modules, table, training).ranks[dist.get_rank()]
-    schedule.train(padded_batch(0, size=cut.global_batch, seq_len=SEQ_LEN, vocab_size=CONFIG["vocab_size"]))
+    first, second = (
+        padded_batch(seed, size=cut.global_batch, seq_len=SEQ_LEN, vocab_size=CONFIG["vocab_size"]) for seed in (0, 1)
+    )
+    schedule.train(first)
+    schedule.evaluate(first)
     peaks = []
     for _ in range(_NUM_STEPS):
         for chunk in chunks:
             chunk.zero_grad()
-        peaks.append(peak_nbytes(schedule, cut))
-    return {"planned": asdict(planned), "peak": max(peaks)}
+        peaks.append(peak_nbytes(schedule.train, second))
+    evaluation_peak = max(peak_nbytes(schedule.evaluate, second) for _ in range(_NUM_STEPS))
+    return {"planned": asdict(planned), "peak": max(peaks), "evaluation_peak": evaluation_peak}
 
 
-def peak_nbytes(schedule: Schedule, cut: BatchOptions) -> int:
-    """Return the most bytes allocated at once in a step, beyond those before it."""
-    batch = padded_batch(1, size=cut.global_batch, seq_len=cut.seq_len, vocab_size=CONFIG["vocab_size"])
+def peak_nbytes(run: Callable[[Batch], object], batch: Batch) -> int:
+    """Return the most bytes allocated at once in a step or an evaluation, beyond those before it."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        schedule.train(batch)
+        run(batch)
     assert profiled.profiler is not None
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     allocated = peak = 0
