@@ -24,6 +24,7 @@ from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
+from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import Watchdog
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.metrics.gauges import peak_memory_nbytes
@@ -229,14 +230,14 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
     for note in shared.notes if ready.mesh.rank == 0 else ():
         logger.info("note: %s", note)
     group = dist.new_group(readers, timedelta(seconds=options.timeout_s), "gloo") if len(readers) > 1 else None
-    feed = _Feed()
     with raise_on_all_ranks("data"):
         takes_steps = ready.num_steps < options.steps
         if ready.mesh.rank == 0 and takes_steps and is_less_than_a_step(options.data, options.batch):
             logger.info("note: --data is less text than one step reads: every step repeats it")
         if found is not None:
             check_alike(options.data, found, shared)
-            feed = _read(ready, shared, group)
+    # Files whose lines are shuffled are read once to find them, which may take longer than --timeout.
+    feed = in_rounds("data", lambda _: _Feed() if found is None else _read(ready, shared, group))
     num_tokens = ready.training.num_tokens if ready.training else 0
     return feed, remember(
         options, ready.launched.shape, step=ready.num_steps, num_tokens=num_tokens, data=shared.position

@@ -278,15 +278,22 @@ class DataOptions(TextOptions):
         for name, is_set in (
             ("--shuffle", self.shuffle),
             ("--data-weight", bool(self.weights)),
-            ("--completion-field", self.completion_field is not None),
             ("--skip-bad-documents", self.skip_bad_documents),
         ):
             if self.dataset is not None and is_set:
                 problem = "conflicts with --data-class, which yields rows of token ids in an order of its own"
                 raise UsageError(name, problem, "remove one of them", code="options.tokenized")
-        if self.is_tokenized and self.completion_field is not None:
-            problem = "conflicts with --tokenized, whose rows have labels or a loss_mask"
-            raise UsageError("--completion-field", problem, "remove one of them", code="options.tokenized")
+        for name, is_set in (
+            ("--text-field", self.text_field != "text"),
+            ("--completion-field", self.completion_field is not None),
+            ("--no-packing", not self.pack),
+            ("--add-bos-token", bool(self.framing.bos)),
+            ("--add-eos-token", bool(self.framing.eos)),
+        ):
+            if self.has_rows and is_set:
+                reader = "--tokenized" if self.is_tokenized else "--data-class"
+                problem = f"conflicts with {reader}, whose rows of token ids are taken as they are"
+                raise UsageError(name, problem, "remove one of them", code="options.tokenized")
         if self.document_mask and not (self.pack or self.has_rows):
             raise UsageError(
                 "--document-mask",

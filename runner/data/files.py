@@ -25,6 +25,7 @@ from runner.data.rows import MOST_NBYTES, BadDocumentError, Fields, Prompt, Toke
 
 TEXT, LINES, ROWS = SUFFIXES = (".txt", ".jsonl", ".parquet")
 _OTHERS = 'convert other formats to .jsonl, with a line {"text": "…"} for each document'
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
@@ -176,7 +177,15 @@ def _texts_in(folders: Iterable[Path], searched: set[Path]) -> Iterator[Path]:
                 subfolders.clear()
                 continue
             searched.add(real)
-            yield from (path for path in (Path(place, name) for name in names) if path.suffix in SUFFIXES)
+            subfolders[:] = (name for name in subfolders if not name.startswith("."))  # as globs do
+            paths = [Path(place, name) for name in names if not name.startswith(".")]
+            for path in paths:
+                if path.suffix in _COMPRESSED and path.with_suffix("").suffix in SUFFIXES:
+                    hint = "decompress it, or move it elsewhere"
+                    raise DataError(
+                        str(path), "is compressed data, which is not read", hint, code="data.unknown-format"
+                    )
+            yield from (path for path in paths if path.suffix in SUFFIXES)
             links += filter(Path.is_symlink, (Path(place, name) for name in subfolders))
     if links:
         yield from _texts_in(links, searched)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from manifests.models import ModelShape
 from runner.config.flags import TrainOptions
 
-# Dense bfloat16 matmul, in FLOP/s. The first name that is part of a GPU's name counts.
+# Dense bfloat16 matmul, in FLOP/s. The first that a GPU's name has as a word counts.
 # Source: the vendors' data sheets, as torchtitan 0.3.0 quotes them in tools/utils.py, `get_peak_flops`.
 BF16_FLOPS: Mapping[str, float] = {
     "A100": 312e12,
@@ -19,6 +20,7 @@ BF16_FLOPS: Mapping[str, float] = {
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "GB200": 2.5e15,
     "GB300": 2.5e15,
     "B200": 2.25e15,
@@ -32,7 +34,7 @@ BF16_FLOPS: Mapping[str, float] = {
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak bfloat16 FLOP/s of a GPU; None where it is not known."""
-    return next((flops for name, flops in BF16_FLOPS.items() if name in device_name), None)
+    return next((flops for name, flops in BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 def least_step_s(shape: ModelShape, options: TrainOptions, num_gpus: int, device: torch.device) -> float | None:

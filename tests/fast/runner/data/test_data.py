@@ -160,6 +160,18 @@ def test_folders_are_searched_once_where_globs_and_links_lead_to_them(tmp_path: 
     assert list(find_files([str(place / "**")])) == expected[:2]
 
 
+def test_hidden_files_of_a_folder_are_left_out_and_compressed_ones_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", ".b.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "logs.gz", "more/c.md.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_files([str(tmp_path)]) == (tmp_path / "a.jsonl",)
+    assert find_files([str(tmp_path / ".b.jsonl")]) == (tmp_path / ".b.jsonl",)
+    (tmp_path / "more" / "d.jsonl.zst").touch()
+    with pytest.raises(InputError) as error:
+        find_files([str(tmp_path)])
+    assert (error.value.code, error.value.where) == ("data.unknown-format", str(tmp_path / "more" / "d.jsonl.zst"))
+
+
 @pytest.mark.parametrize("source", ["", "*", "a.txt"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
 def test_link_to_nothing_and_pipe_are_refused_where_a_text_is_expected(

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from manifests.errors import CheckpointError, DataError, UsageError
 from runner.checkpoint.data_position import read_state
-from runner.config.schema import BatchOptions, DataOptions
+from runner.config.schema import BatchOptions, DataOptions, FramingOptions
 from runner.data import own
 from runner.data.own import SharedCounts, read_dataset
 from runner.data.rows import IGNORED, BadDocumentError, RowForm, Skipped, parse_row
@@ -115,6 +115,9 @@ def test_rows_without_labels_are_evaluated_by_own_losses(tmp_path: Path) -> None
         {"input_ids": [0, 2, 3], "attention_mask": [0, 1, 1], "loss_mask": [0, 1, 1]},
         {"input_ids": [2, 3, 4], "attention_mask": [1, 2, 2]},
         {"input_ids": [2, 3], "attention_mask": [1]},
+        {"input_ids": [2, 3], "completion_mask": [0, 1]},
+        {"input_ids": [2, 3], "assistant_masks": [0, 1]},
+        {"input_ids": [2, 3], "seq_lengths": [1, 1]},
     ],
 )
 def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[str, Any]) -> None:
@@ -122,6 +125,10 @@ def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[s
     with pytest.raises(DataError) as error:
         rows_in(source, is_tokenized=True)
     assert (error.value.code, error.value.where) == ("data.bad-row", f"{source}:2")
+    if {"completion_mask", "seq_lengths"} & record.keys():  # as columns, too
+        with pytest.raises(DataError) as of_column:
+            rows_in(write(tmp_path / "rows.parquet", [dict(record)]), is_tokenized=True)
+        assert of_column.value.code == "data.bad-row"
     data = DataOptions(sources=(source,), is_tokenized=True, skip_bad_documents=True)
     skipped = Skipped()
     batches = list(read_once(data, BATCH, folder=tmp_path, vocab_size=VOCAB_SIZE, skipped=skipped))
@@ -205,9 +212,14 @@ def test_text_files_have_neither_rows_nor_completions(tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             rows_in(str(tmp_path / "a.txt"), folder=tmp_path, **options)
         assert error.value.code == "data.unknown-format"
-    with pytest.raises(UsageError) as conflict:
-        DataOptions(sources=("a.jsonl",), is_tokenized=True, completion_field="a")
-    assert conflict.value.code == "options.tokenized"
+    texts: tuple[dict[str, Any], ...] = (
+        {"completion_field": "a"}, {"text_field": "a"}, {"pack": False}, {"framing": FramingOptions(eos=True)},
+    )  # fmt: skip
+    for reader in ({"is_tokenized": True}, {"dataset": "mine"}):
+        for option in texts:
+            with pytest.raises(UsageError) as conflict:
+                DataOptions(sources=("a.jsonl",), **option, **reader)  # type: ignore[arg-type]
+            assert conflict.value.code == "options.tokenized"
 
 
 # What a dataset of a package's own may yield, and what is refused of it.

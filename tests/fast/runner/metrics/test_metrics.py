@@ -144,6 +144,8 @@ def test_every_field_is_in_the_document_and_no_other(tmp_path: Path) -> None:
         ("NVIDIA H200", 989e12),
         ("NVIDIA GB200", 2.5e15),
         ("NVIDIA B200", 2.25e15),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA RTX A1000", None),
         ("Tesla T4", None),
     ],
 )
