@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from itertools import islice
 
 import torch.distributed as dist
@@ -237,7 +238,8 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
         if found is not None:
             check_alike(options.data, found, shared)
     # Files whose lines are shuffled are read once to find them, which may take longer than --timeout.
-    feed = in_rounds("data", lambda _: _Feed() if found is None else _read(ready, shared, group))
+    start = in_rounds("data", lambda _: _Feed if found is None else _open(ready, shared, group))
+    feed = start()
     num_tokens = ready.training.num_tokens if ready.training else 0
     return feed, remember(
         options, ready.launched.shape, step=ready.num_steps, num_tokens=num_tokens, data=shared.position
@@ -268,10 +270,11 @@ def _readers(ready: Ready) -> list[int]:
     return sorted(ranks[end] for ranks in ready.mesh.pipelines for end in ends)
 
 
-def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _Feed:
-    """Read this rank's rows of all remaining batches ahead, with the ranks of the group."""
+def _open(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> Callable[[], _Feed]:
+    """Open the data; return a function that reads this rank's rows of all remaining batches ahead, with the group."""
     if ready.options.data.dataset is not None:
-        return _read_dataset(ready, group, is_resumed=found.position.num_sequences > 0)
+        state = read_state(ready.origin) if found.position.num_sequences > 0 else None
+        return partial(_read_dataset, ready, group, state)
     position, shared = found.position, None if group is None else SharedReading(GroupExchange(group))
     num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
     batches = read_batches(
@@ -286,12 +289,11 @@ def _read(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> _F
         shared=shared,
         form=ready.engine.form,
     )
-    return _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
+    return lambda: _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
 
 
-def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, *, is_resumed: bool) -> _Feed:
-    """Read this rank's rows of a package's own dataset ahead."""
-    state = read_state(ready.origin) if is_resumed else None
+def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, state: str | None) -> _Feed:
+    """Read this rank's rows of a package's own dataset ahead, from a state on."""
     counts = SharedCounts(None if group is None else GroupExchange(group))
     batches = read_dataset(
         ready.options.data, ready.options.batch, ready.engine.form, ready.rows, state, counts,
