@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -195,7 +195,34 @@ def check_mounts(mounts: Sequence[str], form: re.Pattern[str], expected: str) ->
 
 def is_shown(path: Path, mounts: Sequence[str]) -> bool:
     """Whether a container sees this absolute path through a mount."""
-    return any(path.is_relative_to(mount.rpartition(":")[2]) for mount in mounts)
+    return any(path.is_relative_to(mount.split(":")[:2][-1]) for mount in mounts)
+
+
+def check_relative(job: Job) -> None:
+    """Check that the relative paths of a job in a container are on its mounts, as is this folder, where they start."""
+    here = Path.cwd()
+    written = ((flag, str(path)) for flag, path in job.options.folders.items())
+    for flag, given in (*written, *_read(job.options)):
+        path = Path(os.path.normpath(here / given))
+        if not (Path(given).is_absolute() or (is_shown(here, job.mounts) and is_shown(path, job.mounts))):
+            raise UsageError(
+                f"{flag} {given}", f"is relative to {here}, and no --mount provides it there in the container",
+                "mount that folder, or use an absolute path that the container sees", code="launch.not-mounted",
+            )  # fmt: skip
+
+
+def _read(options: TrainOptions) -> Iterator[tuple[str, str]]:
+    """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
+    source = options.resume.source
+    if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
+        yield "--resume", source
+    for flag, name in (("--schedule", options.schedule), ("--optimizer", options.optim.optimizer)):
+        if name is not None and name.endswith((".csv", ".toml")):
+            yield flag, name
+    if options.adapter is not None:
+        yield "--lora-from", str(options.adapter)
+    for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
+        yield from ((flag, path) for path in (data.files if data else ()))
 
 
 def shown_address(address: str, written: str, mounts: Sequence[str]) -> str:

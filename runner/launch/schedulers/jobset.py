@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from manifests.command.schedulers import (
 )
 from manifests.errors import InputError, LaunchError, UsageError, UserError
 from runner.launch.decide import FINAL
-from runner.launch.job import Job, check_mounts, is_shown
+from runner.launch.job import Job, check_mounts, check_relative, is_shown
 from runner.launch.schedulers import (
     POLL_S,
     JobState,
@@ -225,8 +225,8 @@ def _refuse(job: Job) -> None:
         if value is not None:
             hint = "use --restarts N, with which Kubernetes restarts the job" if flag == "--requeue" else ""
             raise UsageError(flag, "is for Slurm, and not supported by a JobSet", hint, code="launch.scheduler-flag")
-    check_written(job.options.folders, job.mounts)
-    check_read(_read(job), job.mounts)
+    check_relative(job)
+    _check_written(job.options.folders, job.mounts)
 
 
 def _indexed_job(job: Job) -> dict[str, Any]:
@@ -280,21 +280,6 @@ def _volumes(job: Job) -> dict[str, dict[str, Any]]:
     return volumes
 
 
-def _read(job: Job) -> Iterator[tuple[str, str]]:
-    """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
-    options = job.options
-    source = options.resume.source
-    if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):
-        yield "--resume", source
-    for flag, name in (("--schedule", options.schedule), ("--optimizer", options.optim.optimizer)):
-        if name is not None and name.endswith((".csv", ".toml")):
-            yield flag, name
-    if options.adapter is not None:
-        yield "--lora-from", str(options.adapter)
-    for flag, data in (("--data", options.data), ("--eval-data", options.eval_data)):
-        yield from ((flag, path) for path in (data.files if data else ()))
-
-
 def _inside(record: JobRecord) -> tuple[str, ...]:
     """Return the flag for the job's namespace, which may differ from kubectl's current one."""
     return ("--namespace", record.namespace) if record.namespace else ()
@@ -304,25 +289,10 @@ def _pods(record: JobRecord) -> tuple[str, ...]:
     return (*_inside(record), "--selector", f"jobset.sigs.k8s.io/jobset-name={record.id}")
 
 
-def check_read(paths: Iterable[tuple[str, str]], mounts: Sequence[str]) -> None:
-    """Check that relative paths that pods read, each after its flag, are on a mount; others are in the image."""
-    here = Path.cwd()
-    for flag, given in paths:
-        if not Path(given).is_absolute() and not is_shown(Path(os.path.normpath(here / given)), mounts):
-            raise UsageError(
-                f"{flag} {given}", f"is relative to {here}, and no --mount provides it there in the pods",
-                "use an absolute path: below a --mount, or in the image", code="launch.not-mounted")  # fmt: skip
-
-
-def check_written(folders: Mapping[str, Path], mounts: Sequence[str]) -> None:
-    """Check that the folders that pods write, by their flags, are on mounts; relative ones start at this folder."""
-    here = Path.cwd()
+def _check_written(folders: Mapping[str, Path], mounts: Sequence[str]) -> None:
+    """Check that the folders that pods write, by their flags, are on mounts."""
     for flag, given in folders.items():
-        if not given.is_absolute() and not is_shown(here, mounts):
-            raise UsageError(
-                f"{flag} {given}", f"is relative to {here}, and no --mount provides that folder in the pods",
-                "use an absolute path below a --mount", code="launch.not-mounted")  # fmt: skip
-        path = Path(os.path.normpath(here / given))
+        path = Path(os.path.normpath(Path.cwd() / given))
         if not is_shown(path, mounts):
             folder = path if path.parent == Path("/") else path.parent
             raise UsageError(

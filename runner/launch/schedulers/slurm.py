@@ -11,7 +11,7 @@ from pathlib import Path
 from manifests.command.interpreter import module_command
 from manifests.command.schedulers import run_slurm, submit_to_slurm, working_folder
 from manifests.errors import UsageError, UserError
-from runner.launch.job import Job, check_mounts
+from runner.launch.job import Job, check_mounts, check_relative, is_shown
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force
 from runner.rundir.records import JobRecord, read_state
 
@@ -43,6 +43,8 @@ def render(job: Job) -> str:
     _check_end(job)
     check_mounts(job.mounts, _MOUNT, "/FOLDER-OF-THE-NODE:/FOLDER")
     check_sbatch_args(job.sbatch_args)
+    if job.image is not None:
+        check_relative(job)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     # Values may contain commas and spaces, which sbatch's own --export does not support.
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
@@ -192,8 +194,15 @@ def _container(job: Job) -> list[str]:
     """Return the flags that the container plugin pyxis adds to srun."""
     if job.image is None:
         return []
-    mounts = (f"--container-mounts={','.join(job.mounts)}",) if job.mounts else ()
-    return [f"--container-image={job.image}", *mounts]
+    flags = [f"--container-image={job.image}"]
+    if job.mounts:
+        flags.append(f"--container-mounts={','.join(job.mounts)}")
+    if is_shown(Path.cwd(), job.mounts):
+        flags.append(f"--container-workdir={Path.cwd()}")  # ranks would start in the image's folder
+    if job.environment:
+        names = ",".join(name for name, _ in job.environment)
+        flags.append(f"--container-env={names}")  # or a variable of the image would take precedence
+    return flags
 
 
 def parse_signal(text: str) -> int:

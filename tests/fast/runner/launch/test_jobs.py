@@ -23,6 +23,7 @@ from tests.builders import llama_config, reshard, write_model
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
 TRAINING = ("--data", "synthetic", "--steps", "4")
+SAVED = (*TRAINING, *SAVING)
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +184,9 @@ def test_relative_path_that_pods_do_not_find_is_not_read(
     packed: Path, flag: str, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, shown = () if flag == "--data" else ("--data", "synthetic"), packed if given[0] == "." else "/kept"
-    monkeypatch.chdir(packed)
-    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", "--mount", f"claim:{shown}")
+    monkeypatch.chdir(packed)  # which is on no mount where a/b is: pods start elsewhere
+    mounts = ("--mount", f"claim:{shown}", "--mount", f"text:{packed}/a")
+    jobset = ("--scheduler", "jobset", "--image", "i", "--name", "tiny", *mounts)
     error = refusal(packed, *jobset, "--log-dir", f"{shown}/log", training=(*data, flag, given))
     assert (error.code, error.where) == ("launch.not-mounted", f"{flag} {given}")
 
@@ -205,6 +207,38 @@ def test_relative_adapter_and_parameter_groups_that_pods_do_not_find_are_not_rea
         shown = given if place == str(tmp_path) else f"{tmp_path}/{given}"
         rendered(packed, "jobset", "--image", "i", "--log-dir", f"{place}/log", "--mount", f"claim:{place}",
                  training=(*TRAINING, flag, shown))  # fmt: skip
+
+
+def srun_words(script: str) -> list[str]:
+    """Return the flags for srun in a batch script."""
+    words = shlex.split(script.splitlines()[-1])
+    return [word.removeprefix("--srun-arg=") for word in words if word.startswith("--srun-arg=")]
+
+
+@pytest.mark.parametrize("flags", ["", ":ro+rprivate"])
+def test_ranks_in_a_container_of_slurm_start_in_the_folder_of_the_launch(
+    packed: Path, flags: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(packed.parent)
+    mount = f"{packed.parent}:{packed.parent}{flags}"
+    script = rendered(packed, "slurm", "--image", "i", "--mount", mount, "--env", "B=1", "--env", "A=2", training=SAVED)
+    assert srun_words(script) == [
+        "--container-image=i", f"--container-mounts={mount}", f"--container-workdir={packed.parent}",
+        "--container-env=B,A",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("mounts", [(), ("--mount", "/kept:/kept"), ("--mount", "PLACE/ck:PLACE/ck")])
+def test_relative_path_that_a_container_of_slurm_does_not_have_is_refused(
+    packed: Path, mounts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(packed.parent)
+    given = ("--image", "i", *(word.replace("PLACE", str(packed.parent)) for word in mounts))
+    error = refusal(packed, "--scheduler", "slurm", *given, "--log-dir", "/site/log", training=SAVED)
+    assert (error.code, error.where) == ("launch.not-mounted", "--checkpoint ck")
+    absolute = (*TRAINING, "--checkpoint", "/site/ck")  # which a site may mount
+    script = rendered(packed, "slurm", *given, "--log-dir", "/site/log", training=absolute)
+    assert "--container-workdir" not in script
 
 
 def test_manifest_that_a_mount_shows_only_as_it_is_written_is_found_so(packed: Path, tmp_path: Path) -> None:
