@@ -63,13 +63,18 @@ def _outside_jobs(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def submit_to_slurm(flags: Sequence[str], script: str, name: str) -> str:
-    """Submit a batch script, whose job has this name; return the job's number."""
+def submit_to_slurm(flags: Sequence[str], script: str, name: str) -> tuple[str, str]:
+    """Submit a batch script, whose job has this name; return the job's number, and its cluster if sbatch names one."""
     with submitting(f"squeue --me --name={shlex.quote(name)}", "scancel"):
         answer = run_slurm(["sbatch", "--parsable", *flags], script)
-        if (number := re.search(r"^(\d+)(;.*)?$", answer, re.MULTILINE | re.ASCII)) is None:
+        if (number := re.search(r"^(\d+)(?:;(.*))?$", answer, re.MULTILINE | re.ASCII)) is None:
             raise LaunchError("sbatch", f"expected the number of a job, printed {answer[:80]!r}", code=_SILENT)
-    return number[1]
+    return number[1], number[2] or ""
+
+
+def job_words(number: str, cluster: str) -> list[str]:
+    """Return the arguments that name a job to scontrol and scancel, which ask the default cluster otherwise."""
+    return [*([f"--clusters={cluster}"] if cluster else []), number]
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from manifests.command.interpreter import module_command
 from manifests.command.schedulers import (
     MOUNT,
     MOUNT_FORM,
+    job_words,
     literal,
     run_kubectl,
     run_slurm,
@@ -73,14 +74,14 @@ class SlurmArray:
 
     def submit(self) -> tuple[dict[str, Any], str]:
         """Submit both jobs; return their ids as the object that `--json` prints, and as a sentence."""
-        parts = submit_to_slurm(self._flags(), self._parts_script(), _PACK)
+        parts, cluster = submit_to_slurm(self._flags(), self._parts_script(), _PACK)
         try:
-            commit = submit_to_slurm(self._flags(parts), self._commit_script(), _COMMIT)
+            commit, _ = submit_to_slurm(self._flags(parts), self._commit_script(), _COMMIT)
         except BaseException as stopped:
             try:
-                run_slurm(["scancel", parts])
+                run_slurm(cancel := ["scancel", *job_words(parts, cluster)])
             except UserError as error:
-                hint = f"the parts are queued as job {parts}, and nothing commits them: scancel {parts}"
+                hint = f"the parts are queued as job {parts}, and nothing commits them: {shlex.join(cancel)}"
                 raise error.changed(hint=hint) from stopped
             raise
         text = f"submitted {self.num_parts} parts as job {parts}\nsubmitted a commit that depends on them as {commit}"

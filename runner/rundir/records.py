@@ -154,7 +154,7 @@ class JobRecord:
     """A launched job: its scheduler, its id there, and the file of its output.
 
     The id of a local job is its process id; `host` and `birth` distinguish it from later processes with that id. A
-    JobSet's id is its name in `namespace`, and `birth` its uid.
+    JobSet's id is its name in `namespace`, and `birth` its uid. `cluster` is that of a Slurm job, if sbatch names one.
     """
 
     scheduler: str
@@ -164,6 +164,7 @@ class JobRecord:
     host: str = ""
     birth: str = ""
     namespace: str = ""
+    cluster: str = ""
 
 
 def make_log_dir(log_dir: Path) -> None:
@@ -198,7 +199,7 @@ def read_job_record(log_dir: Path) -> JobRecord:
         texts = {field: str(document[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
-        texts |= {field: str(document.get(field, "")) for field in ("host", "birth", "namespace")}
+        texts |= {field: str(document.get(field, "")) for field in ("host", "birth", "namespace", "cluster")}
         # Both are arguments of scontrol and kubectl, which would take others for flags.
         if not (_LABEL if texts["scheduler"] == "jobset" else _NUMBER).fullmatch(texts["id"]):
             raise ValueError(f"expected the id of a {texts['scheduler']} job, found {texts['id']!r}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manifests.command.interpreter import module_command
-from manifests.command.schedulers import run_slurm, submit_to_slurm, working_folder
+from manifests.command.schedulers import job_words, run_slurm, submit_to_slurm, working_folder
 from manifests.errors import UsageError, UserError
 from runner.launch.job import Job, check_mounts, check_relative, is_shown
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file, refuse_force
@@ -58,8 +58,9 @@ def submit(job: Job) -> JobRecord:
     _check_nodes(job)
     # On its command line as well: SBATCH_ACCOUNT and others in the environment override the script.
     flags = [word for option in _options(job) for word in shlex.split(option)]
-    number = submit_to_slurm(flags, script, job.name)
-    return JobRecord(scheduler="slurm", id=number, name=job.name, output=str(job.log_dir / f"slurm-{number}.out"))
+    number, cluster = submit_to_slurm(flags, script, job.name)
+    output = str(job.log_dir / f"slurm-{number}.out")
+    return JobRecord(scheduler="slurm", id=number, name=job.name, output=output, cluster=cluster)
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
@@ -94,7 +95,7 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
         raise refuse_force()
     if _fields_of(record)[0] is None:
         return False
-    run_slurm(["scancel", record.id])
+    run_slurm(["scancel", *job_words(record.id, record.cluster)])
     return True
 
 
@@ -104,7 +105,7 @@ print_output, follow_output = print_file, follow_file
 def _fields_of(record: JobRecord) -> tuple[dict[str, str] | None, str]:
     """Return what Slurm shows of a job, or None and why: it keeps one for MinJobAge after its end, by default 300 s."""
     try:
-        shown = run_slurm(["scontrol", "show", "job", "-o", record.id])
+        shown = run_slurm(["scontrol", "show", "job", "-o", *job_words(record.id, record.cluster)])
     except UserError as error:
         if "Invalid job id" not in error.problem:
             raise

@@ -75,6 +75,7 @@ def test_sizes_reach_parts_as_they_are(source: Path, tmp_path: Path) -> None:
         ("echo Invalid account >&2; exit 1", "", "launch.scheduler-failed", ""),
         ("[ $# = 3 ] && echo 7 || exit 1", "exit 0", "launch.scheduler-failed", ""),
         ("[ $# = 3 ] && echo 7 || exit 1", "exit 1", "launch.scheduler-failed", "scancel 7"),
+        ("[ $# = 3 ] && echo '7;b' || exit 1", "exit 1", "launch.scheduler-failed", "scancel --clusters=b 7"),
     ],
 )
 def test_jobs_that_may_be_queued_all_the_same_are_named(

@@ -237,6 +237,19 @@ def test_job_has_nothing_of_the_job_in_which_it_is_submitted(
     assert names.isdisjoint(theirs) if job else theirs.keys() <= names
 
 
+def test_job_of_another_cluster_is_asked_for_there(place: Path, packed: Path) -> None:
+    """Source: sbatch(1), --parsable: the number, and after a semicolon the name of the cluster if present."""
+    shown = "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES"
+    unknown = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
+    put_program(place, "scontrol", f'case "$*" in *partition*|*--clusters=b?\\ 7) {shown};; *) {unknown};; esac')
+    put_program(place, "sbatch", "echo '7;b2'")
+    put_program(place, "scancel", f'echo "$@" > {place}/cancelled')
+    assert launch(packed, place / "log", "--sbatch-arg=-Mb1,b2").exception is None
+    assert "RUNNING" in refusal(place / "log").problem
+    assert CliRunner().invoke(cli, ["cancel", str(place / "log")]).stdout == "cancelled slurm job 7\n"
+    assert (place / "cancelled").read_text() == "--clusters=b2 7\n"
+
+
 def test_names_that_are_not_utf_8_reach_the_script_as_they_are(place: Path, packed: Path) -> None:
     put_program(place, "scontrol", "echo PartitionName=main Default=YES")
     put_program(place, "sbatch", f'while read -r line; do echo "$line"; done > {place}/script; echo 8')
