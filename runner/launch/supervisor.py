@@ -114,7 +114,8 @@ class _Supervisor:
         self._job = int(environment.get("SLURM_JOB_ID", "0"))
         self._num_requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self._is_signalled = False
-        # The ranks get these signals too, and decide; this process stays alive to see what they did.
+        self._running: subprocess.Popen[bytes] | None = None
+        # The ranks get these signals, too, and decide; this process stays alive to see what they did.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._note_signal)
 
@@ -219,8 +220,10 @@ class _Supervisor:
         if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
             environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])
         try:
-            with subprocess.Popen(self._command, env=environment) as running:
-                code = running.wait()
+            with subprocess.Popen(self._command, env=environment) as self._running:
+                if self._is_signalled:  # before srun was there
+                    self._stop()
+                code = self._running.wait()
         except OSError as error:
             raise RankError("srun", f"cannot be started: {error.strerror}", code="system.missing-program") from error
         state = self._read_new_state(code, stale)
@@ -286,6 +289,12 @@ class _Supervisor:
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._is_signalled = True
+        self._stop()
+
+    def _stop(self) -> None:
+        """Ask the ranks to stop: srun sends them SIGUSR2, where it would kill them for a SIGTERM."""
+        if self._running is not None:
+            self._running.send_signal(signal.SIGUSR2)
 
 
 def _refusal(command: Sequence[str], limit_s: float) -> str:

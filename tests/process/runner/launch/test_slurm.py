@@ -228,6 +228,18 @@ def test_cancelled_job_saves_ends_and_leaves_no_process(slurm: Slurm, packed: Pa
 
 
 @pytest.mark.slow
+def test_signal_to_the_batch_script_alone_stops_the_job_after_a_checkpoint(
+    slurm: Slurm, packed: Path, tmp_path: Path
+) -> None:
+    log = begin_long(slurm, packed, tmp_path)
+    slurm.run("scancel", "--batch", "--signal=TERM", json.loads((log / "job.json").read_text())["id"])
+    assert wait_for_end(slurm, log) == "FAILED"
+    left = json.loads((log / "state.json").read_text())
+    assert left["ended"] == "stopped", runner(slurm, "logs", log).stdout
+    assert (tmp_path / "history" / f"step-{left['step']:06d}" / "manifest.json").is_file()
+
+
+@pytest.mark.slow
 def test_cancelled_job_is_not_queued_again_although_it_may_be(slurm: Slurm, packed: Path, tmp_path: Path) -> None:
     log = begin_long(slurm, packed, tmp_path, "--requeue")
     runner(slurm, "cancel", log)

@@ -19,6 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[4]
 LOST = 5  # the exit code of a job that lost a rank
 SRUN = """#!/bin/bash
+trap : USR2
 echo "$PET_MASTER_ADDR:$PET_MASTER_PORT" >> {place}/attempts
 attempt=$(wc -l < {place}/attempts)
 {does}
@@ -173,6 +174,15 @@ def test_save_that_failed_ends_the_job_although_it_was_told_to_stop(flags: tuple
 def test_job_whose_supervisor_is_asked_to_stop_as_a_rank_is_lost_is_queued_again(tmp_path: Path) -> None:
     ended = supervise(tmp_path, "kill -TERM $PPID; " + LOSES, "--restarts", "3", "--requeue")
     assert (ended.code, len(ended.attempts), ended.requeued) == (130, 1, True)
+
+
+@pytest.mark.parametrize("signal", ["TERM", "USR2"])
+def test_signal_to_the_supervisor_alone_reaches_the_ranks(signal: str, tmp_path: Path) -> None:
+    does = f"stop() {{{{ {STOPS} exit 130; }}}}; trap stop USR2; kill -{signal} $PPID; sleep 20 & wait"
+    ended = supervise(tmp_path, does, "--requeue")
+    assert (ended.code, len(ended.attempts), ended.requeued) == (130, 1, True)
+    assert ended.state is not None
+    assert ended.state["step"] == 3
 
 
 @pytest.mark.parametrize("is_preempted", [False, True])
