@@ -234,7 +234,7 @@ def run_reference(
         stepped={fqn: stepped[fqn] for fqn in stepped.keys() - _fqns_of(whole, parameters) | _fqns_of(whole, used)},
         loss=loss.item(),
         norm=norm,
-        norm_rounding=abs(rounded_norm - norm) / norm,
+        norm_rounding=abs(rounded_norm - norm) / (norm or 1.0),
         evaluation=evaluation,
         optim=optim,
         coarse=coarse,

@@ -201,7 +201,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         distances = Distances(
             dtype=dtype,
             loss=abs(loss - reference.loss) / abs(reference.loss),
-            norm=abs(report.grad_norm - reference.norm) / reference.norm,
+            norm=abs(report.grad_norm - reference.norm) / (reference.norm or 1.0),  # 0: no gradient is clipped
             evaluation=abs(evaluation - reference.evaluation) / abs(reference.evaluation),
             gradients=gradients,
             weights=weights,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
+from manifests.models import model_shape
 from manifests.models.catalogue import entry_of
 from manifests.placement import Placement
 from manifests.schedules.rules import default_schedule
@@ -17,8 +19,9 @@ from runner.models.generic import Generic
 from runner.parallel.parallelize import keep_documents
 from runner.pipeline.timetable import find_timetable
 from runner.proof.combination import Combination
+from runner.training.algorithms import plan_groups
 from runner.training.build import Stages
-from tests.fast.manifests.models.catalogued import config_of, quiet
+from tests.fast.manifests.models.catalogued import config_of, quiet, stored_by
 from tests.fast.runner.tiny import split_evenly
 
 
@@ -31,7 +34,12 @@ def combination(
     with quiet():
         config = {**config_of(architecture).to_dict(), **changes}
         family = Generic(entry, {**config, "architectures": [architecture]}, max_seq_len=1)
-    return combine(family, ties_of, pp, *flags, schedule=schedule, vpp=vpp)
+    run = combine(family, ties_of, pp, *flags, schedule=schedule, vpp=vpp)
+    if run.options.optim.optimizer is None:
+        return run
+    document, stored = stored_by(architecture, **changes)
+    options, _ = plan_groups(run.options, model_shape(document, stored=stored), None, "")
+    return replace(run, options=options)
 
 
 def combine(

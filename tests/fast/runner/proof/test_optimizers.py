@@ -1,0 +1,30 @@
+"""The self-check of runs with other optimizers than plain AdamW: right ones pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from runner.proof.proving import compare
+from tests.fast.runner.proof.combinations import combination
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+UNCLIPPED = '[[group]]\nalgorithm = "adamw"\nclip = false\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"),
+    [
+        (UNCLIPPED, ()),
+        (f'{UNCLIPPED}patterns = ["*mlp*"]\n[[group]]\nalgorithm = "adamw"\n', ("--train-only", "mlp")),
+    ],
+    ids=["one group", "the trained group"],
+)
+def test_a_run_that_clips_nothing_passes(text: str, flags: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text(text)
+    distances, problem = compare(combination("LlamaForCausalLM", 1, "--optimizer", str(file), *flags))
+    assert problem is None
+    assert distances is not None
+    assert distances.norm == 0
