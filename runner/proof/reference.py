@@ -36,6 +36,7 @@ _LR = 1e-2
 _EPS = 0.1  # of the largest gradient: an update does not magnify what rounding leaves of a gradient that is 0
 _COARSE = 1e-3  # by which Newton-Schulz iterations in bfloat16 magnify what differs in a gradient
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
+_LEAST_ELEMENT = 1e-6  # of the largest gradient: the same of an element
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,6 +141,7 @@ class Reference:
     evaluation: float  # the loss in evaluation mode, after the step
     optim: OptimOptions
     coarse: frozenset[str]  # weights whose step is computed in bfloat16
+    scale_free: frozenset[str]  # weights whose step may be as large where a gradient is nothing but rounding
     is_training: bool  # whether modules were in training mode: not if they draw random numbers there
 
     def distance(self, gradient: Piece) -> float:
@@ -148,11 +150,15 @@ class Reference:
         return largest_of(gradient.memory - expected) / self.scales[gradient.fqn]
 
     def weight_distance(self, weight: Piece) -> float:
-        """Return how much a weight differs after the step, relative to the learning rate."""
-        if weight.fqn not in self.stepped:
+        """Return how much a weight differs after the step, see Note [Limits of a proof]."""
+        fqn, index = weight.fqn, weight.part.index
+        if fqn not in self.stepped:
             return 0.0
-        distance = largest_of(weight.memory - self.stepped[weight.fqn][weight.part.index]) / _LR
-        return distance * _COARSE if weight.fqn in self.coarse else distance
+        difference = weight.memory - self.stepped[fqn][index]
+        if fqn in self.scale_free:
+            least = _LEAST_ELEMENT * max(map(largest_of, self.gradients.values()))
+            difference = difference * (self.gradients[fqn][index].abs() > least)
+        return largest_of(difference) / _LR * (_COARSE if fqn in self.coarse else 1.0)
 
 
 def run_reference(
@@ -215,7 +221,7 @@ def run_reference(
         for of_norm, of_files in ((norm, in_files), (rounded_norm, in_rounded_files))
     )
     used = [parameter for parameter in parameters if parameter.grad is not None]  # the optimizer leaves others alone
-    coarse = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
+    coarse, scale_free = _take_step(whole, {fqn: clipped[fqn] for fqn in _fqns_of(whole, used)}, optim, numbers)
     if balance is not None:
         balance.move_biases(routed)
     stepped = _in_files(whole, {})
@@ -238,14 +244,15 @@ def run_reference(
         evaluation=evaluation,
         optim=optim,
         coarse=coarse,
+        scale_free=scale_free,
         is_training=is_training,
     )
 
 
 def _take_step(
     whole: Any, gradients: Mapping[str, torch.Tensor], optim: OptimOptions, numbers: GroupNumbers
-) -> frozenset[str]:
-    """Step the tensors of files, one by one, with torch's own classes; return those stepped in bfloat16.
+) -> tuple[frozenset[str], frozenset[str]]:
+    """Step the tensors of files, one by one, with torch's own classes; return the coarse and the scale-free ones.
 
     A parameter of the model may consist of several: what each element of them is, numbers in their place tell.
     """
@@ -259,7 +266,7 @@ def _take_step(
     )
     before = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     flat = before.clone()  # a tied weight is stepped under each of its names, each time from what it was
-    coarse: set[str] = set()
+    coarse, scale_free = set[str](), set[str]()
     for fqn, gradient in gradients.items():
         algorithm, place = algorithms[numbers.of(fqn)], places_in_files[fqn].long()
         weight = before[place]
@@ -272,9 +279,10 @@ def _take_step(
         optimizer.step()
         flat[place] = torch.stack([matrix.detach() for matrix in matrices]).view(weight.shape)
         coarse |= {fqn} if algorithm.num_dims == {2} else set()
+        scale_free |= set() if algorithm.group.eps or algorithm.name == "SGD" else {fqn}
     for parameter, values in zip(parameters, torch.split(flat, sizes), strict=True):
         parameter.data = values.view(parameter.shape)
-    return frozenset(coarse)
+    return frozenset(coarse), frozenset(scale_free)
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> float:

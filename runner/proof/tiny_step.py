@@ -5,7 +5,9 @@ In fp64 nothing rounds but sums in another order, see Note [Float32 as float64]:
 masters each gradient may differ by 4 times what rounding the whole model to fp32 changes it by, at least 1e-5 and at
 most 1e-3 (a token between two experts may choose another one, which changes all of it), and so may the norm, by at
 least 2e-5: all gradients are clipped by it. The loss may differ by 1e-5. A weight after the step may differ by 1e-3 of
-the learning rate: epsilon is a tenth of the largest gradient.
+the learning rate: epsilon is a tenth of the largest gradient. Adafactor and others have no such epsilon, and may step
+an element of gradient 0, such as of a bias of keys, by what rounding leaves: where it is below 1e-6 of the largest
+gradient, weights are not compared.
 
 # Note [Float32 as float64]
 Norms, routers, rotary embeddings and softmaxes cast to float32 whatever the dtype of the model is. In a model of

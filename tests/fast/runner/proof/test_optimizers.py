@@ -28,3 +28,12 @@ def test_a_run_that_clips_nothing_passes(text: str, flags: tuple[str, ...], tmp_
     assert problem is None
     assert distances is not None
     assert distances.norm == 0
+
+
+# A bias of keys shifts all scores of a query, so that its gradient is 0 but for rounding: alone, and fused with others.
+@pytest.mark.parametrize(
+    ("architecture", "dtypes"),
+    [("GPTNeoXForCausalLM", ()), ("OPTForCausalLM", ("--dtype", "bf16", "--master-dtype", "fp32"))],
+)
+def test_biases_of_keys_pass_with_adafactor(architecture: str, dtypes: tuple[str, ...]) -> None:
+    assert compare(combination(architecture, 1, "--optimizer", "adafactor", *dtypes))[1] is None
