@@ -22,7 +22,7 @@ from runner.data.sequences import Batch, build_batch
 from runner.models.routers import Router
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
-from runner.proof.stages import LENGTH, SelfChecked, largest_of
+from runner.proof.stages import LENGTH, SelfChecked, largest_of, rms_of
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
@@ -34,7 +34,7 @@ _ROWS = ((12,), (10,), (1,), (6,))
 _FILLER = 0
 _LR = 1e-2
 _EPS = 0.1  # of the largest gradient: an update does not magnify what rounding leaves of a gradient that is 0
-_COARSE = 1e-3  # by which Newton-Schulz iterations in bfloat16 magnify what differs in a gradient
+_COARSE = 2e-3  # times the relative difference of updates: Newton-Schulz iterations in bfloat16 magnify what differs
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
 _LEAST_ELEMENT = 1e-6  # of the largest gradient: the same of an element
 
@@ -158,7 +158,9 @@ class Reference:
         if fqn in self.scale_free:
             least = _LEAST_ELEMENT * max(map(largest_of, self.gradients.values()))
             difference = difference * (self.gradients[fqn][index].abs() > least)
-        return largest_of(difference) / _LR * (_COARSE if fqn in self.coarse else 1.0)
+        if fqn not in self.coarse:
+            return largest_of(difference) / _LR
+        return _COARSE * rms_of(difference) / max(1e-30, rms_of(self.stepped[fqn] - self.weights[fqn]))
 
 
 def run_reference(

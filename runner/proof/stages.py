@@ -327,3 +327,8 @@ def difference(computed: torch.Tensor, expected: torch.Tensor) -> float:
 def largest_of(difference: torch.Tensor) -> float:
     """Return the largest magnitude; infinity where there is no number."""
     return float(difference.abs().nan_to_num(torch.inf).max()) if difference.numel() else 0.0
+
+
+def rms_of(difference: torch.Tensor) -> float:
+    """Return the root mean square; infinity where there is no number."""
+    return float(difference.nan_to_num(torch.inf).square().mean().sqrt()) if difference.numel() else 0.0

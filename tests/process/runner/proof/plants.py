@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import _muon as muon
 
 from manifests.slices import Slice
 from runner.checkpoint import shard_file, state
@@ -16,7 +17,16 @@ from runner.parallel import mesh, parallelize
 from runner.pipeline import microbatches, schedule
 from runner.proof import reference
 from runner.tensors import row_parts
-from runner.training import activation_checkpoint, build, expert_balance, gradient_norm, optimizer, step, ties
+from runner.training import (
+    activation_checkpoint,
+    build,
+    expert_balance,
+    gradient_norm,
+    optimizer,
+    step,
+    ties,
+    whole_matrix,
+)
 
 Patch = pytest.MonkeyPatch
 
@@ -401,6 +411,30 @@ def _padding_is_a_document(patch: Patch) -> None:
         return batch
 
     _wrap(patch, reference, "build_batch", build)
+
+
+_KEYS = "layers.0.self_attn.k_proj.weight"  # whose step hardly changes the loss
+
+
+def _muon_steps_shards_of_a_matrix(patch: Patch) -> None:
+    def orthogonalize(before: Any, gradient: torch.Tensor, *args: Any) -> torch.Tensor:
+        return torch.cat([before(shard, *args) for shard in gradient.chunk(2)])
+
+    def step_unit(before: Any, self: Any, unit: Any, *args: Any) -> None:
+        with pytest.MonkeyPatch.context() as of_unit:  # one process steps with the same class
+            if unit.key[1].endswith(_KEYS):
+                _wrap(of_unit, muon, "_zeropower_via_newtonschulz", orthogonalize)
+            before(self, unit, *args)
+
+    _wrap(patch, whole_matrix.WholeMatrices, "_step_unit", step_unit)
+
+
+def _muon_leaves_a_matrix(patch: Patch) -> None:
+    def step_unit(before: Any, self: Any, unit: Any, *args: Any) -> None:
+        if not unit.key[1].endswith(_KEYS):
+            before(self, unit, *args)
+
+    _wrap(patch, whole_matrix.WholeMatrices, "_step_unit", step_unit)
 
 
 PLANTS: Mapping[str, Callable[[Patch], None]] = {

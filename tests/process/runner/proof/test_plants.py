@@ -27,6 +27,7 @@ def case(
 
 EXPERTS, DEEPSEEK, TIED = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", {"tie_word_embeddings": True}
 AUX_LOSS, BIAS_RATE = "--router-aux-loss 0.001", "--router-bias-rate 0.001"
+MUON = "--optimizer muon --dtype bf16 --master-dtype fp32"
 # On two ranks.
 TWO = (
     case("norm_by_the_dense_rule", EXPERTS, 1, "--dp-shard 2 --ep 2"),
@@ -37,6 +38,8 @@ TWO = (
     case("tied_weight_summed_twice", "LlamaForCausalLM", 2, changes=TIED),
     case("heads_norms_not_summed", "Qwen3ForCausalLM", 1, "--tp 2"),
     case("norm_of_one_stage", "LlamaForCausalLM", 2),
+    case("muon_steps_shards_of_a_matrix", "LlamaForCausalLM", 1, f"--dp-shard 2 {MUON}"),
+    case("muon_leaves_a_matrix", "LlamaForCausalLM", 1, f"--dp-shard 2 {MUON}"),
 )
 MORE = (
     case("experts_averaged", EXPERTS, 1, "--dp-shard 2 --ep 2"),
@@ -79,6 +82,7 @@ RIGHT = (
     case("", DEEPSEEK, 1, f"--dp-shard 2 --ep 2 --document-mask {BIAS_RATE}"),
     case("", "LlamaForCausalLM", 2, "--document-mask --loss-chunk 5", changes=TIED),
     case("", "LlamaForCausalLM", 2, "--dtype bf16 --master-dtype fp32", schedule="ZBVZeroBubble"),
+    case("", "LlamaForCausalLM", 1, f"--dp-shard 2 {MUON}"),
     case("", "Cohere2ForCausalLM", 1, "--dp-shard 2"),
     case("", "Gemma4ForCausalLM", 1, "--dp-replicate 2"),
     case("", "AfmoeForCausalLM", 1, "--cp 2"),
