@@ -84,10 +84,12 @@ def count_state(
 
 
 def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, convolutions or biases."""
+    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, convolutions or biases, and
+    no tables of numbers that nothing is multiplied by as a matrix, such as a state-space model's decays.
+    """
     layers = (fqns for module, fqns in modules.items() if module.rpartition(".")[2].isdecimal())
     # Experts' biases may be stacked; MTP layers have copies of the embedding and the head.
-    others = ("bias", ".embed_tokens.weight", ".shared_head.head.weight")
+    others = ("bias", ".embed_tokens.weight", ".shared_head.head.weight", ".A_log", ".ape")
     of_layers = (fqn for fqns in layers for fqn in fqns if not fqn.endswith(others))
     return {fqn for fqn in of_layers if len(dims := tensors[fqn]) >= 2 and min(dims[-2:]) > 1}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import Linear
 
 import reshard
 from manifests.codec import decode_manifest, encode_manifest
@@ -29,6 +30,7 @@ from runner.config.schema import OptimOptions
 from runner.training.algorithms import algorithms_of, declare_kinds, plan_groups
 from tests.builders import EMBEDDING, HEAD, llama_config, random_tensors, write_model
 from tests.fast.manifests.drawn_manifests import digest_of, full_manifest
+from tests.fast.manifests.models.catalogued import build_meta, stored_by
 
 MATRIX, NORM = "model.layers.0.mlp.up_proj.weight", "model.layers.0.input_layernorm.weight"
 
@@ -353,6 +355,16 @@ def test_options_that_optimizer_changes_on_resume_are_noted() -> None:
 def test_biases_of_stacked_experts_are_no_hidden_matrices() -> None:
     tensors = {"layers.0.experts.up_proj": (4, 8, 6), "layers.0.experts.up_proj_bias": (4, 8)}
     assert hidden_matrices({"layers.0": tensors}, tensors) == {"layers.0.experts.up_proj"}
+
+
+@pytest.mark.parametrize("architecture", ["MambaForCausalLM", "FalconMambaForCausalLM"])
+def test_hidden_matrices_of_state_space_models_are_those_of_their_linear_layers(architecture: str) -> None:
+    linear = {
+        f"{name}.weight" for name, module in build_meta(architecture).named_modules() if isinstance(module, Linear)
+    }
+    config, stored = stored_by(architecture)
+    shape = model_shape(config, stored=stored)
+    assert hidden_matrices(shape.by_module(), shape.tensors) == linear - {HEAD}
 
 
 def test_parameter_that_another_algorithm_trained_is_named() -> None:
