@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -35,7 +35,13 @@ from reshard.formats.assemble import (
     read_model_config,
 )
 from reshard.formats.auxiliary import auxiliary_files
-from reshard.formats.dcp.torchtitan import has_torchtitan_names, is_without_place, under_huggingface_names
+from reshard.formats.dcp.torchtitan import (
+    Copies,
+    has_torchtitan_names,
+    is_without_place,
+    mtp_copies,
+    under_huggingface_names,
+)
 from reshard.formats.dcp.training import SavedOptimizer, find_optimizer, training_state
 from reshard.formats.table import CheckOptions, ListedTensor, Listing, OpenOptions
 from reshard.formatting import count_of, some
@@ -59,7 +65,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     config, where = read_model_config(config_in(folder), options.description), str(folder)
     saved = read_metadata(folder)
     weights = _weights(saved.tensors, where)
-    stored = _Stored(folder, config.fields if has_torchtitan_names(weights) else None)
+    stored = _Stored.of(folder, config.fields, weights)
     weights = stored.with_place(weights)
     model = ModelTensors.cover(stored.tensors(weights), config, options, where)
     model = replace(model, weights=_stored_once(model.weights, model.shape))
@@ -95,7 +101,7 @@ def read_weights(folder: Folder) -> dict[str, TensorAt]:
     """Return a DCP folder's weights, whole, and under Hugging Face's names if there is a config.json."""
     config = read_config(folder.file(CONFIG_NAME)) if CONFIG_NAME in folder.names() else None
     weights = _weights(read_metadata(folder).tensors, str(folder))
-    stored = _Stored(folder, config if has_torchtitan_names(weights) else None)
+    stored = _Stored.of(folder, config, weights)
     return stored.tensors(stored.with_place(weights))
 
 
@@ -128,16 +134,23 @@ def list_tensors(folder: Folder) -> Listing:
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The folder, and the config if its tensors have torchtitan's names."""
+    """The folder, and the config if its tensors have torchtitan's names, of which MTP layers share some."""
 
     folder: Folder
     config: Mapping[str, object] | None
+    copies: Copies = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: Folder, config: Mapping[str, object] | None, weights: Collection[str]) -> _Stored:
+        if config is None or not has_torchtitan_names(weights):
+            return cls(folder, None)
+        return cls(folder, config, mtp_copies(weights, config))
 
     def tensors(self, saved: Mapping[str, DcpTensor]) -> dict[str, TensorAt]:
         """Return whole tensors under Hugging Face's names."""
         slices = join_slices(chunk for chunks in read_chunks(self.folder, saved).values() for chunk in chunks)
         if self.config is not None:
-            slices = under_huggingface_names(slices, self.config, str(self.folder))
+            slices = under_huggingface_names(slices, self.config, str(self.folder), self.copies)
         return {name: merge_slices(parts) for name, parts in slices.items()}
 
     def with_place(self, weights: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
@@ -153,7 +166,7 @@ class _Stored:
         """Return the weights that are trained, in the order in which they were saved; tied ones once."""
         trained = shape.trained.keys() - {fqn for group in shape.ties for fqn in group[1:]}
         fqns = {name: map(shape.fqn_of, self.fqns_of(name, weights[name])) for name in weights}
-        return [name for name in weights if trained.issuperset(fqns[name])]
+        return [name for name in weights if not trained.isdisjoint(fqns[name])]  # copies of some may be dropped
 
 
 def _left_out(saved: DcpMetadata, weights: Iterable[DcpTensor], optimizer: SavedOptimizer | None) -> tuple[str, ...]:

@@ -6,19 +6,20 @@ Source: torchtitan 0.3.0, torchtitan/models/{llama3,qwen3,deepseek_v3,gpt_oss}/s
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from manifests.errors import ModelError, Parameter, SourceError
 from reshard.archives.tensors import swapped
 from reshard.formats.saved_state import Place, Placed, in_place
-from reshard.tensors.lazy import Buffer, MemoryFile, derive, read_blocks
+from reshard.tensors.checkpoint import Checkpoint
+from reshard.tensors.lazy import Buffer, MemoryFile, derive, have_equal_bytes, read_blocks
 from reshard.tensors.slices import FusedHeads, Slices, indices_of, merge_slices
 from stores.bundles import TensorAt
 
-EMBEDDING = "tok_embeddings.weight"
-TOP = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
+EMBEDDING, HEAD = "tok_embeddings.weight", "lm_head.weight"
+TOP = {EMBEDDING: "model.embed_tokens.weight", "norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 BALANCE = "moe.expert_bias_E"  # a buffer
 FUSED = "attention.qkv_linear.wqkv"  # of optimizer state: state dicts of models have its three parts
 
@@ -45,6 +46,8 @@ _MLA = {
     "attention.wkv_b": "self_attn.kv_b_proj", "attention.wo": "self_attn.o_proj",
 }  # fmt: skip
 _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "mtp_norm": "shared_head.norm"}
+# What Hugging Face's MTP layers have of their own, and torchtitan's share with the model.
+_MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 
 _CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
 _UNKNOWN = "model.unknown-torchtitan-layout"
@@ -112,7 +115,7 @@ def titan_names(config: Mapping[str, object], where: str, hint: str | None = Non
 
 
 _LAYER = re.compile(r"^(mtp_)?layers\.(\d{1,6})\.")
-_OLDER = {"output.weight": "lm_head.weight"}  # names of earlier versions, and those that only its adapter still has
+_OLDER = {"output.weight": HEAD}  # names of earlier versions, and those that only its adapter still has
 _OLDER_PARTS = re.compile(r"^attention\.(w[qkv])\.")
 _OLDER_EXPERTS = {"mlp1_weight": "_EGD", "mlp1_bias": "_EG", "mlp2_weight": "_EDF", "mlp2_bias": "_ED"}
 _SAVE = "save the checkpoint again with the names of one version of torchtitan"
@@ -127,21 +130,31 @@ def is_without_place(name: str, config: Mapping[str, object], where: str) -> boo
     return titan_names(config, where).balanced is not None and name.endswith(f".{BALANCE}")
 
 
+Copies = Mapping[str, Sequence[str]]
+
+
+def mtp_copies(names: Iterable[str], config: Mapping[str, object]) -> Copies:
+    """Return, by torchtitan's name, Hugging Face's names of what MTP layers share with the model."""
+    numbers = {int(match[2]) for match in map(_LAYER.match, names) if match and match[1]}
+    layers = [_count(config, "num_hidden_layers") + number for number in sorted(numbers)]
+    return {owner: [f"model.layers.{layer}.{part}" for layer in layers] for part, owner in _MTP_COPIES.items()}
+
+
 def under_huggingface_names(
-    tensors: Mapping[str, Slices], config: Mapping[str, object], where: str
+    tensors: Mapping[str, Slices], config: Mapping[str, object], where: str, copies: Copies
 ) -> dict[str, Slices]:
     """Return the slices of each tensor under its name in Hugging Face's model, in the layout that it has there.
 
-    Tensors are weights, or one kind of optimizer state. Names that torchtitan's model does not have are kept, to be
-    refused by name. A query, key or value projection may also be part of a fused one, as our exports for torchtitan
-    have optimizer state for either attention: both are read, and must be equal.
+    Tensors are weights, or one kind of optimizer state; `copies` is what `mtp_copies` returned. Names that torchtitan's
+    model does not have are kept, to be refused by name. A query, key or value projection may also be part of a fused
+    one, as our exports for torchtitan have optimizer state for either attention: both are read, and must be equal.
     """
     names = titan_names(config, where)
     converted_slices: dict[str, Slices] = {}
     is_fused: dict[str, bool] = {}
     for name, slices in tensors.items():
         fused = f".{FUSED}." in name
-        for new, converted in _converted(name, slices, names, config):
+        for new, converted in _converted(name, slices, names, config, copies):
             converted = tuple(replace(part, name=new) for part in converted)
             if is_fused.setdefault(new, fused) != fused:
                 converted = (_compared(merge_slices(converted_slices[new]), merge_slices(converted)),)
@@ -169,12 +182,12 @@ def _compared(tensor: TensorAt, copy: TensorAt) -> TensorAt:
 
 
 def _converted(
-    name: str, slices: Slices, names: TitanNames, config: Mapping[str, object]
+    name: str, slices: Slices, names: TitanNames, config: Mapping[str, object], copies: Copies
 ) -> Iterator[tuple[str, Slices]]:
     match = _LAYER.match(name)
     if match is None:
         name = _OLDER.get(name, name)
-        yield TOP.get(name, name), slices
+        yield from ((new, slices) for new in (TOP.get(name, name), *copies.get(name, ())))
         return
     layer = int(match[2]) + (_count(config, "num_hidden_layers") if match[1] else 0)
     prefix, rest = f"model.layers.{layer}", _current(name[match.end() :], names)
@@ -253,6 +266,21 @@ class TitanModel:
                 zeros = TensorAt(fqn, "F32", tensor.shape[:1], file, 0, len(data))
                 yield in_place(zeros, f"{self._layer(int(match[1]))}.{BALANCE}")
 
+    def without_copies(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Return a checkpoint without the copies that its MTP layers have of the model's embedding and head."""
+        weights, copies = checkpoint.tensors, set[str]()
+        for fqn, tensor in weights.items():
+            if (match := _HF_LAYER.match(fqn)) and match[2] in _MTP_COPIES:
+                names = (TOP[_MTP_COPIES[match[2]]], TOP[EMBEDDING], TOP[HEAD])  # a tied one is stored once
+                owner = next(weights[name] for name in names if name in weights)
+                if not have_equal_bytes(tensor, owner):
+                    problem = f"differs from {owner.name!r}, which torchtitan's MTP layers share with the model"
+                    hint = f"pack without its MTP layer: reshard pack SOURCE --drop model.layers.{match[1]}"
+                    raise ModelError(f"{self._where}: {fqn!r}", problem, hint, code=_OTHER_MODEL)
+                copies.add(fqn)
+        kinds = {kind: _without(copies, tensors) for kind, tensors in checkpoint.moments.items()}
+        return replace(checkpoint, tensors=_without(copies, weights), moments=kinds)
+
     def place(self, tensor: TensorAt, *, is_fused: bool) -> Placed:
         """Return where a weight, or the optimizer state of one, is in the model.
 
@@ -314,6 +342,10 @@ class TitanModel:
         problem = "torchtitan's model has no such tensor"
         hint = f"{_with_other_names()}; if weights are quantized, reshard pack SOURCE --dequantize bf16"
         return ModelError(f"{self._where}: {fqn!r}", problem, hint, code=_OTHER_MODEL)
+
+
+def _without(copies: Container[str], tensors: Mapping[str, TensorAt]) -> dict[str, TensorAt]:
+    return {fqn: tensor for fqn, tensor in tensors.items() if fqn not in copies}
 
 
 def _with_other_names() -> str:

@@ -30,8 +30,12 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
 
     Names are Hugging Face's, or torchtitan's. Weights are as the manifest has them unless `dtype` says otherwise.
     """
+    model = None
+    if options.names == "torchtitan":
+        model = TitanModel(checkpoint.read_config(), checkpoint.shape.tensors, checkpoint.location)
+        checkpoint = model.without_copies(checkpoint)
     checkpoint, casts = cast_for_export(checkpoint, options.dtype)
-    saved = _save(checkpoint, options.names == "torchtitan")
+    saved = _save(checkpoint, model)
     plan = ExportPlan(
         copied=with_source_files(checkpoint.auxiliary, is_same=False),
         shards=saved.files.shards,
@@ -41,10 +45,8 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     return publish_export(out, plan, options, casts)
 
 
-def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
-    saved, model = SavedState(), None
-    if for_torchtitan:
-        model = TitanModel(checkpoint.read_config(), checkpoint.shape.tensors, checkpoint.location)
+def _save(checkpoint: Checkpoint, model: TitanModel | None) -> SavedState:
+    saved = SavedState()
 
     def place(tensor: TensorAt, *, is_fused: bool) -> Placed:
         return model.place(tensor, is_fused=is_fused) if model else in_place(tensor, tensor.name)
@@ -67,8 +69,8 @@ def _save(checkpoint: Checkpoint, for_torchtitan: bool) -> SavedState:
         if fqn in of_optimizer and (fqn not in tied or fqn in owners):
             groups.add(fqn, place(replace(checkpoint.tensors[fqn], name=owners.get(fqn, fqn)), is_fused=True))
     for kind in kinds_of(trained.optimizer):
-        if kind.name not in SHAPES or (kind.shape != "parameter" and for_torchtitan):
-            problem = f"has {kind.name}, which no optimizer of {'torchtitan' if for_torchtitan else 'torch'} has"
+        if kind.name not in SHAPES or (kind.shape != "parameter" and model):
+            problem = f"has {kind.name}, which no optimizer of {'torchtitan' if model else 'torch'} has"
             raise refuse_state(checkpoint, problem)
         for fqn, tensor in checkpoint.moments[kind.name].items():
             if fqn not in tied or fqn in owners:

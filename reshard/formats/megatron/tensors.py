@@ -236,9 +236,7 @@ class MegatronModel:
         """Raise unless an MTP layer's embedding or head is the model's."""
         owners = [fqn for fqn, key in _OWN_TOP.items() if key in (MTP_COPIES[part], EMBEDDING) and fqn in self._weights]
         owner = self._weights[owners[-1]]
-        mine = self._weights[tensor.name]
-        has_digests = mine.digest is not None and owner.digest is not None
-        if mine.digest != owner.digest if has_digests else not have_equal_bytes(mine, owner):
+        if not have_equal_bytes(self._weights[tensor.name], owner):
             problem = f"differs from {owner.name!r}, which Megatron-Core's MTP layers share with the model"
             hint = f"pack without its MTP layer: reshard pack SOURCE --drop model.layers.{layer}"
             raise ModelError(f"{self._where}: {tensor.name!r}", problem, hint, code="model.not-in-megatron")

@@ -128,12 +128,13 @@ class Titan:
     With `muon`, the matrices of layers are trained as in torchtitan's recipe for Kimi K2.
     """
 
+    config: Mapping[str, Any] = LLAMA
+
     def __init__(
         self, *, fused: bool, seed: int, decays: tuple[float, float] | None = None, muon: bool = False
     ) -> None:
         torch.manual_seed(seed)
-        self.model = llama(fused=fused).build()
-        self.model.init_weights(buffer_device=None)
+        self.model = self.build(fused=fused)
         config = default_adamw(lr=0.01, weight_decay=0.02)
         if decays is not None:
             options = config.param_groups[0].optimizer_kwargs
@@ -154,6 +155,11 @@ class Titan:
         self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=10)
         self.counts = {"step": 0, "ntokens_seen": 0}
 
+    def build(self, *, fused: bool) -> Any:
+        model = llama(fused=fused).build()
+        model.init_weights(buffer_device=None)
+        return model
+
     def train(self, num_steps: int) -> None:
         for _ in range(num_steps):
             for parameter in self.model.parameters():
@@ -172,7 +178,7 @@ class Titan:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             dcp.save({**self.states(), **data}, checkpoint_id=folder, no_dist=True)
-        (folder / "config.json").write_text(json.dumps(LLAMA))
+        (folder / "config.json").write_text(json.dumps(self.config))
         return folder
 
     def load(self, folder: Path) -> None:
