@@ -31,6 +31,7 @@ _SHORT = {
     "q": "qos", "D": "chdir", "a": "array",
 }  # fmt: skip
 
+_CLUSTERS = re.compile("-M|--clus")
 _MOUNT = re.compile(r"/[^:,]*:(?P<target>/[^:,]*)(:[a-z+]+)?")  # as pyxis takes them, with its own flags
 
 
@@ -144,7 +145,12 @@ def _check_end(job: Job) -> None:
 
 
 def _check_nodes(job: Job) -> None:
-    """Check that the partition has so many nodes: Slurm 22.05 would let the job wait forever."""
+    """Check that the partition has so many nodes: Slurm 22.05 would let the job wait forever.
+
+    scontrol shows partitions of the default cluster, or that of SLURM_CLUSTERS; those of another one are not checked.
+    """
+    if "SBATCH_CLUSTERS" in os.environ or any(map(_CLUSTERS.match, job.sbatch_args)):
+        return
     words = (line.split() for line in run_slurm(["scontrol", "show", "partition", "-o"]).splitlines())
     partitions = [dict(word.partition("=")[::2] for word in line) for line in words]
     partition = job.partition or os.environ.get("SBATCH_PARTITION")

@@ -239,12 +239,14 @@ def test_job_has_nothing_of_the_job_in_which_it_is_submitted(
 
 def test_job_of_another_cluster_is_asked_for_there(place: Path, packed: Path) -> None:
     """Source: sbatch(1), --parsable: the number, and after a semicolon the name of the cluster if present."""
-    shown = "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES"
+    shown = "echo JobId=7 JobState=RUNNING PartitionName=main Default=YES TotalNodes=1"
     unknown = "echo slurm_load_jobs error: Invalid job id specified >&2; exit 1"
     put_program(place, "scontrol", f'case "$*" in *partition*|*--clusters=b?\\ 7) {shown};; *) {unknown};; esac')
     put_program(place, "sbatch", "echo '7;b2'")
     put_program(place, "scancel", f'echo "$@" > {place}/cancelled')
-    assert launch(packed, place / "log", "--sbatch-arg=-Mb1,b2").exception is None
+    nodes = ("--nnodes", "2", "--nproc-per-node", "1")  # more than the default cluster has
+    done = launch(packed, place / "log", *nodes, "--sbatch-arg=-Mb1,b2")
+    assert done.exception is None, done.exception
     assert "RUNNING" in refusal(place / "log").problem
     assert CliRunner().invoke(cli, ["cancel", str(place / "log")]).stdout == "cancelled slurm job 7\n"
     assert (place / "cancelled").read_text() == "--clusters=b2 7\n"
