@@ -3,9 +3,11 @@
 # Note [Lock files]
 A lock file is a small file that names its owner, locked with flock. That excludes processes of one machine, and of
 several if the file system propagates locks: NFS does for files (not folders), Lustre if mounted with `flock`. Otherwise
-its heartbeat decides: the owner touches the file every few seconds, and an owner on another machine that has not done
-so for `stale_s`, by the file system's clock, is dead. An owner on this machine is looked up by its process. Locks
-of dead owners are taken over, even if a child process of theirs, or a file server, still has the flock.
+its heartbeat decides: the owner touches the file every few seconds. An owner on another machine is dead if it has not
+done so for `stale_s`, and this process has seen none for as long, or for three heartbeats if the last is that old by
+the file system's clock: Lustre and CephFS store the clock of the machine that touches. An owner on this machine is
+looked up by its process. Locks of dead owners are taken over, even if a child process of theirs, or a file server,
+still has the flock.
 """
 
 from __future__ import annotations
@@ -202,14 +204,16 @@ def _is_alive(owner: _Owner, path: Path, descriptor: int, stale_s: float) -> boo
     """Return whether an owner is alive: by its process, or on another machine by waiting for its heartbeat."""
     if owner.is_local:
         return owner.is_alive
-    first = os.fstat(descriptor).st_mtime_ns
+    first, begun_s = os.fstat(descriptor).st_mtime_ns, time.monotonic()
     while True:
         last = os.stat(path).st_mtime_ns
         if last != first:
             return True
+        watched_s = time.monotonic() - begun_s
         with tempfile.TemporaryFile(dir=path.parent) as now:
-            if (os.fstat(now.fileno()).st_mtime_ns - last) / 1e9 > stale_s:
-                return False
+            age_s = (os.fstat(now.fileno()).st_mtime_ns - last) / 1e9
+        if watched_s > stale_s or (age_s > stale_s and watched_s > min(3 * _BEAT_S, stale_s)):
+            return False
         time.sleep(min(1.0, stale_s / 4))
 
 

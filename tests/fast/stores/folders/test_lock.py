@@ -1,0 +1,67 @@
+"""When a lock of another machine is taken over, by a clock of the test's: nodes' clocks may differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from stores.folders.lock import locking
+from tests.refusals import refusal
+
+
+@dataclass
+class Clock:
+    """Time passes in `sleep` alone; `on_tick` is what happens on the other machine meanwhile."""
+
+    now_s: float = 0.0
+    on_tick: list[Callable[[float], None]] = field(default_factory=list)
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        for act in self.on_tick:
+            act(self.now_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def put_lock(folder: Path, age_s: float) -> tuple[Path, float]:
+    """Leave a lock of a process on another machine, last touched so long ago by this one's clock; return that time."""
+    path, touched_s = folder / "lock", time.time() - age_s
+    owner = {"host": "elsewhere", "pid": 7, "birth": "another-boot 17", "namespace": "pid:[1]", "nonce": "0"}
+    path.write_text(json.dumps({**owner, "doing": "trains"}))
+    os.utime(path, (touched_s, touched_s))
+    return path, touched_s
+
+
+def take(path: Path) -> None:
+    with locking(path, "place", "took over"):
+        pass
+
+
+@pytest.mark.parametrize("age_s", [1000, -1000])
+def test_lock_that_is_touched_is_kept_however_the_clocks_differ(age_s: float, tmp_path: Path, clock: Clock) -> None:
+    path, touched_s = put_lock(tmp_path, age_s)
+    clock.on_tick.append(lambda now_s: os.utime(path, 2 * (touched_s + now_s // 5 * 5,)))
+    error = refusal(lambda: take(path))
+    assert (error.code, path.exists()) == ("launch.folder-in-use", True)
+
+
+@pytest.mark.parametrize(("age_s", "watched_s"), [(1000, 16), (-1000, 61)])
+def test_lock_of_a_dead_process_is_taken_over_however_the_clocks_differ(
+    age_s: float, watched_s: float, tmp_path: Path, clock: Clock
+) -> None:
+    path, _ = put_lock(tmp_path, age_s)
+    take(path)
+    assert (clock.now_s, path.exists()) == (watched_s, False)
