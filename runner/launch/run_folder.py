@@ -31,6 +31,7 @@ from manifests.errors import (
 from manifests.module_times import TIMES_NAME
 from runner.checkpoint.history import find_checkpoints
 from runner.config.flags import TrainOptions
+from runner.launch.schedulers.local import process_of
 from runner.launch.schedulers.table import scheduler_of
 from runner.rundir.records import (
     DEFAULT_RUNS,
@@ -139,10 +140,9 @@ def check_free(log_dir: Path) -> None:
             code="launch.log-folder-in-use",
         ) from error  # fmt: skip
     if use is not None:
-        is_here = record.scheduler != "local" or record.host == socket.gethostname()
         end = "cancel it with runner cancel"
-        if not is_here:
-            end += f" on that machine (if it was killed, wait {SKEWED_S:.0f} s)"
+        if record.scheduler == "local" and not process_of(record).is_local:
+            end += f" on that machine, or in its container (if it was killed, wait {SKEWED_S:.0f} s)"
         raise UsageError(where, use, f"choose another, or {end}", code="launch.log-folder-in-use")
 
 

@@ -153,8 +153,9 @@ def link_latest(log_dir: Path) -> None:
 class JobRecord:
     """A launched job: its scheduler, its id there, and the file of its output.
 
-    The id of a local job is its process id; `host` and `birth` distinguish it from later processes with that id. A
-    JobSet's id is its name in `namespace`, and `birth` its uid. `cluster` is that of a Slurm job, if sbatch names one.
+    The id of a local job is its process id in the PID namespace `namespace`; `host` and `birth` distinguish it from
+    later processes with that id. A JobSet's id is its name in `namespace`, and `birth` its uid. `cluster` is that of a
+    Slurm job, if sbatch names one.
     """
 
     scheduler: str
@@ -203,7 +204,7 @@ def read_job_record(log_dir: Path) -> JobRecord:
         # Both are arguments of scontrol and kubectl, which would take others for flags.
         if not (_LABEL if texts["scheduler"] == "jobset" else _NUMBER).fullmatch(texts["id"]):
             raise ValueError(f"expected the id of a {texts['scheduler']} job, found {texts['id']!r}")
-        if texts["namespace"] and not _LABEL.fullmatch(texts["namespace"]):
+        if texts["scheduler"] == "jobset" and texts["namespace"] and not _LABEL.fullmatch(texts["namespace"]):
             raise ValueError(f"expected a namespace, found {texts['namespace']!r}")
         if "\0" in "".join(texts.values()):
             raise ValueError("it contains a zero byte")

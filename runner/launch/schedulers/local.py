@@ -1,8 +1,9 @@
 """Jobs on this machine, by the process that launched them. No torch.
 
 # Note [Which process]
-Process IDs are reused. A job record also has the start time of its process, as the kernel counts it, and the boot ID:
-another process with the same ID is not the job.
+Process IDs are reused. A job record also has the start time of its process, as the kernel counts it, the boot ID and
+the PID namespace: another process with the same ID is not the job, and one of another container, or of a machine of the
+same name, cannot be looked up here. Heartbeats tell whether that runs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tempfile import TemporaryFile
 from manifests.errors import LaunchError
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file
 from runner.rundir.records import JOB_NAME, SKEWED_S, JobRecord, log_path, read_beats, read_state
-from stores.folders.lock import birth_of
+from stores.folders.lock import Process, birth_of, pid_namespace
 
 _POLL_S = 0.1
 _KILL_S = 10.0
@@ -31,30 +32,32 @@ def record_here(log_dir: Path, name: str) -> JobRecord:
     pid = os.getpid()
     return JobRecord(
         scheduler="local", id=str(pid), name=name, output=str(log_path(log_dir.resolve(), 0)),
-        host=socket.gethostname(), birth=birth_of(pid) or "",
+        host=socket.gethostname(), birth=birth_of(pid) or "", namespace=pid_namespace(),
     )  # fmt: skip
 
 
-def is_running(record: JobRecord) -> bool:
-    """Whether the process that launched a job still runs, see Note [Which process]."""
-    return birth_of(int(record.id)) == record.birth
+def process_of(record: JobRecord) -> Process:
+    """Return the process that launched a job; see Note [Which process]."""
+    namespace = record.namespace or pid_namespace()  # older records have none
+    return Process(host=record.host, pid=int(record.id), birth=record.birth, namespace=namespace)
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
     """Return RUNNING, or how a job of this machine ended; KILLED where there is no `state.json`."""
-    _check_host(record)
-    if is_running(record):
+    process = process_of(record)
+    _check_host(process)
+    if process.is_alive if process.is_local else _has_heartbeat(log_dir):
         return JobState(word="RUNNING", nodes=record.host)
     state = read_state(log_dir)
     return JobState(word=state.word if state else "KILLED", exit_code=code_of_state(state), nodes=record.host)
 
 
 def use_of(record: JobRecord, log_dir: Path) -> str | None:
-    """Return how a job that has not ended uses its log folder; on another machine, by its heartbeats."""
-    if record.host == socket.gethostname():
-        return f"is used by a job of process {record.id}" if is_running(record) else None
-    newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
-    is_alive = read_state(log_dir) is None and (newest_s > time.time() - SKEWED_S or _is_new(log_dir))
+    """Return how a job that has not ended uses its log folder."""
+    process = process_of(record)
+    if process.is_local:
+        return f"is used by a job of process {record.id}" if process.is_alive else None
+    is_alive = _has_heartbeat(log_dir) or (read_state(log_dir) is None and _is_new(log_dir))
     return f"is used by a job of process {record.id} on {record.host}" if is_alive else None
 
 
@@ -63,8 +66,12 @@ print_output, follow_output = print_file, follow_file
 
 def cancel(record: JobRecord, *, is_forced: bool) -> bool:
     """Ask a job of this machine to save and end; with `is_forced`, kill it and its ranks. Return whether it ran."""
-    _check_host(record)
-    if not is_running(record):
+    process = process_of(record)
+    _check_host(process)
+    if not process.is_local and _has_heartbeat(Path(record.output).parent):
+        problem = f"runs in another container of {record.host}, or on another machine of that name"
+        raise LaunchError(f"job {record.id}", problem, "run the command there", code="launch.other-host")
+    if not (process.is_local and process.is_alive):
         return False
     launcher = int(record.id)
     ranks = list(_descendants(launcher)) if is_forced else []
@@ -81,6 +88,12 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
     return True
 
 
+def _has_heartbeat(log_dir: Path) -> bool:
+    """Whether a job has not ended, judging by its last heartbeat."""
+    newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
+    return read_state(log_dir) is None and newest_s > time.time() - SKEWED_S
+
+
 def _is_new(log_dir: Path) -> bool:
     """Whether the job was recorded so recently that its ranks may have no heartbeat yet, by the file system's clock."""
     with contextlib.suppress(OSError), TemporaryFile(dir=log_dir) as now:
@@ -88,9 +101,9 @@ def _is_new(log_dir: Path) -> bool:
     return False
 
 
-def _check_host(record: JobRecord) -> None:
-    if record.host != socket.gethostname():
-        raise LaunchError(f"job {record.id}", f"runs on {record.host}, this is {socket.gethostname()}",
+def _check_host(process: Process) -> None:
+    if not process.is_local and process.host != socket.gethostname():
+        raise LaunchError(f"job {process.pid}", f"runs on {process.host}, this is {socket.gethostname()}",
                         "run the command there", code="launch.other-host")  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from click.testing import CliRunner, Result
 from manifests.errors import UserError
 from runner.commands import cli
 from runner.launch.run_folder import check_free
+from runner.launch.schedulers.local import record_here
+from runner.launch.verbs import find_status
 from runner.rundir.records import (
     Beat,
     JobRecord,
@@ -140,6 +142,28 @@ def test_job_of_another_machine_has_its_folder_while_its_ranks_send_heartbeats(
     wording(str(refusal(log)))
     write_state(log, RunState(step=3, ended="done"))
     check_free(log)
+
+
+@pytest.mark.parametrize("change", ["namespace", "boot"])
+def test_job_of_another_container_of_this_host_runs_while_its_ranks_send_heartbeats(change: str, place: Path) -> None:
+    mine = record_here(place / "log", "tiny")
+    another = {"namespace": "pid:[1]"} if change == "namespace" else {"birth": "another-boot 17"}
+    log = put_job(place, replace(mine, **another))
+    os.utime(log / "job.json", (0, 0))
+    assert find_status(log)["state"] == "KILLED"
+    assert "has ended already" in CliRunner().invoke(cli, ["cancel", str(log)]).stdout
+    check_free(log)
+    put_beat(log, time.time())
+    assert find_status(log)["state"] == "RUNNING"
+    assert f"process {os.getpid()} on {mine.host}" in refusal(log).problem
+    cancelled = CliRunner().invoke(cli, ["cancel", str(log)]).exception
+    assert isinstance(cancelled, UserError)
+    assert cancelled.code == "launch.other-host"
+
+
+def test_job_whose_record_has_no_namespace_is_looked_up_in_this_one(place: Path) -> None:
+    log = put_job(place, replace(record_here(place / "log", "tiny"), namespace=""))
+    assert find_status(log)["state"] == "RUNNING"
 
 
 def put_beat(log: Path, now_s: float) -> None:
