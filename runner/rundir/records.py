@@ -2,7 +2,7 @@
 
 `run.json`: which run this is and with which options. `job.json`: which job `runner launch` started, for status, logs
 and cancel. `state.json`: how the run ended and after which step. `heartbeat/rank-00000.json`: the step of a rank, and
-what it executes.
+what it executes; ranks have one once they have loaded, and the launcher one from its start.
 """
 
 from __future__ import annotations
@@ -284,6 +284,11 @@ def log_path(log_dir: Path, rank: int) -> Path:
 
 def heartbeat_path(log_dir: Path, rank: int) -> Path:
     return log_dir / _BEATS / f"rank-{rank:05d}.json"
+
+
+def launcher_heartbeat_path(log_dir: Path) -> Path:
+    """Return the file that the launcher of a job on one machine touches, at least every `ALIVE_S`, until it ends."""
+    return log_dir / _BEATS / "launcher"
 
 
 def write_beat(path: Path, beat: Beat) -> None:

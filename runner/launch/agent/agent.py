@@ -28,7 +28,16 @@ from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
 from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, place_of, read_reports, stages_of
-from runner.rundir.records import Beat, RunState, clear_state, read_beats, read_state, write_state
+from runner.rundir.records import (
+    ALIVE_S,
+    Beat,
+    RunState,
+    clear_state,
+    launcher_heartbeat_path,
+    read_beats,
+    read_state,
+    write_state,
+)
 from stores.open import open_manifest
 
 if TYPE_CHECKING:
@@ -66,6 +75,8 @@ def _run(reports_dir: Path) -> int:
         print_error(error, is_json="--json" in sys.argv)
         return error.exit_code
     log_dir = options.log_dir if options else None
+    if log_dir is not None and _LOCAL in sys.argv:
+        threading.Thread(target=_send_heartbeats, args=(log_dir,), name="heartbeat", daemon=True).start()
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
     num_ranks = _number("--nproc-per-node")
 
@@ -111,6 +122,16 @@ def _run(reports_dir: Path) -> int:
         if log_dir is not None and read_state(log_dir) is None:
             _write_failure(failed, log_dir, 0)
         return failed.code
+
+
+def _send_heartbeats(log_dir: Path) -> None:
+    """Let other machines and containers see that this job runs, also while its ranks import or load."""
+    path = launcher_heartbeat_path(log_dir)
+    while True:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+        time.sleep(ALIVE_S)
 
 
 def _at_most_twice(stop: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:

@@ -7,7 +7,8 @@ A forked rank gets what a started one has: a session (before torchrun knows the 
 default signals, new streams, torchrun's environment, its own arguments, no other open file, random numbers of its own;
 a sitecustomize runs again; at its end threads are waited for and exit handlers run, but none clears up for the agent.
 Signals that arrive while ranks are started are handled once torchrun knows all of them. The agent's other threads wait,
-or print what is waited for: a rank has new streams before it does anything that could need a lock of theirs.
+touch its heartbeat, or print what is waited for: a rank has new streams before it does anything that could need a lock
+of theirs.
 Python is started all the same where a fork is not safe: after CUDA was initialized here (a package that does that when
 it is imported), below numactl, where the worker cannot be imported (ranks report that), and on other systems.
 """

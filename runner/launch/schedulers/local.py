@@ -19,12 +19,19 @@ from tempfile import TemporaryFile
 
 from manifests.errors import LaunchError
 from runner.launch.schedulers import JobState, code_of_state, follow_file, print_file
-from runner.rundir.records import JOB_NAME, SKEWED_S, JobRecord, log_path, read_beats, read_state
+from runner.rundir.records import (
+    JOB_NAME,
+    SKEWED_S,
+    JobRecord,
+    launcher_heartbeat_path,
+    log_path,
+    read_beats,
+    read_state,
+)
 from stores.folders.lock import Process, birth_of, pid_namespace
 
 _POLL_S = 0.1
 _KILL_S = 10.0
-_BEGINS_S = 60.0
 
 
 def record_here(log_dir: Path, name: str) -> JobRecord:
@@ -57,7 +64,8 @@ def use_of(record: JobRecord, log_dir: Path) -> str | None:
     process = process_of(record)
     if process.is_local:
         return f"is used by a job of process {record.id}" if process.is_alive else None
-    is_alive = _has_heartbeat(log_dir) or (read_state(log_dir) is None and _is_new(log_dir))
+    is_starting = read_state(log_dir) is None and _is_recent(log_dir / JOB_NAME)
+    is_alive = is_starting or _has_heartbeat(log_dir)
     return f"is used by a job of process {record.id} on {record.host}" if is_alive else None
 
 
@@ -91,13 +99,14 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 def _has_heartbeat(log_dir: Path) -> bool:
     """Whether a job has not ended, judging by its last heartbeat."""
     newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
-    return read_state(log_dir) is None and newest_s > time.time() - SKEWED_S
+    is_recent = newest_s > time.time() - SKEWED_S or _is_recent(launcher_heartbeat_path(log_dir))
+    return is_recent and read_state(log_dir) is None
 
 
-def _is_new(log_dir: Path) -> bool:
-    """Whether the job was recorded so recently that its ranks may have no heartbeat yet, by the file system's clock."""
-    with contextlib.suppress(OSError), TemporaryFile(dir=log_dir) as now:
-        return os.fstat(now.fileno()).st_mtime - os.stat(log_dir / JOB_NAME).st_mtime < _BEGINS_S
+def _is_recent(path: Path) -> bool:
+    """Whether a file was just written or touched, by the file system's clock."""
+    with contextlib.suppress(OSError), TemporaryFile(dir=path.parent) as now:
+        return os.fstat(now.fileno()).st_mtime - os.stat(path).st_mtime < SKEWED_S
     return False
 
 

@@ -23,6 +23,7 @@ from runner.rundir.records import (
     JobRecord,
     RunState,
     heartbeat_path,
+    launcher_heartbeat_path,
     read_job_record,
     read_state,
     write_beat,
@@ -141,6 +142,19 @@ def test_job_of_another_machine_has_its_folder_while_its_ranks_send_heartbeats(
             check_free(log)
     wording(str(refusal(log)))
     write_state(log, RunState(step=3, ended="done"))
+    check_free(log)
+
+
+def test_job_of_another_machine_whose_ranks_still_load_has_its_folder_while_its_launcher_sends_heartbeats(
+    place: Path,
+) -> None:
+    log = put_job(place, ELSEWHERE)
+    os.utime(log / "job.json", (0, 0))
+    path = launcher_heartbeat_path(log)
+    path.parent.mkdir()
+    path.touch()
+    assert "process 7 on elsewhere" in refusal(log).problem
+    os.utime(path, 2 * (time.time() - 300,))
     check_free(log)
 
 

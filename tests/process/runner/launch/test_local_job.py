@@ -50,6 +50,7 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
         assert found["last_step"] >= 3
         assert Path(found["last_checkpoint"]).parent == history
         assert (found["error"], found["silent_ranks"]) == (None, [])
+        assert time.time() - (log / "heartbeat/launcher").stat().st_mtime < 30
         lines = forked_runner("status", log).stdout.splitlines()
         assert lines[0] == f"pp2: local job {run.process.pid} is RUNNING on {socket.gethostname()}"
         assert lines[1].startswith("step ")
