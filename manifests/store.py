@@ -137,9 +137,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def write_file(path: Path, data: bytes | Iterable[bytes | memoryview], *, is_durable: bool = True) -> None:
     """Write a file whole or not at all from bytes or blocks, replacing an old one: beside it first, then by a rename.
 
-    Unless `is_durable`, the file may be lost with the power.
+    Unless `is_durable`, the file may be lost with the power, and processes of several machines may write it at once.
     """
-    partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.partial" if is_durable else f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
         with open(partial, "wb") as file:
             file.writelines((data,) if isinstance(data, bytes) else data)

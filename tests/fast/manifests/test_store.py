@@ -7,7 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from manifests.errors import (
 )
 from manifests.safetensors import header_template, layout_tensors
 from manifests.schema import Shard
-from manifests.store import open_shard, read_small_file, write_manifest
+from manifests.store import open_shard, read_small_file, write_file, write_manifest
 from stores.open import open_manifest
 from tests.fast.manifests.drawn_manifests import full_manifest
 from tests.refusals import refusal, refused
@@ -109,6 +109,17 @@ def test_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", code, path], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert "OSError: [Errno 27] File too large" in ended.stderr
     assert path.read_bytes() == b"old"
+
+
+def test_processes_of_two_containers_with_one_number_write_a_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+
+    def first() -> Iterator[bytes]:
+        yield b"first"
+        write_file(path, b"second", is_durable=False)  # with this process's number, as in another container
+
+    write_file(path, first(), is_durable=False)
+    assert (path.read_bytes(), os.listdir(tmp_path)) == (b"first", ["config.json"])
 
 
 def test_read_only_disk_has_a_hint_and_keeps_a_better_one() -> None:
