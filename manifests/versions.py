@@ -13,6 +13,7 @@ from manifests.digest import PREFIX, Hasher
 from manifests.jsontext import parse_json_object
 
 VERSION_INDEX = re.compile(r"weight_v([0-9]{6,12})/model\.safetensors\.index\.json")
+VERSION_FILE = re.compile(r"weight_v([0-9]{6,12})/.*")
 LOCK_NAME = ".publish.lock"  # of the process that publishes to a chain in a folder
 XOR, BLAKE3, ZSTD = "xor", "blake3", "zstd"  # what is written
 _OF_VERSION = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 from manifests.digest import PREFIX
 from manifests.errors import InputError, Parameter, check_count
 from manifests.index import INDEX_NAME
-from manifests.versions import LOCK_NAME, folder_of
+from manifests.versions import LOCK_NAME, VERSION_FILE, folder_of
 from reshard.checks.compare import hash_each
 from reshard.copy.runs import Progress, counting
 from reshard.delta.publish import open_base
@@ -181,7 +180,7 @@ def _files_before(names: Iterable[str], first: int) -> list[tuple[int, list[str]
     """Return the files of each version before another, the newest first: after a kill, the others have their bases."""
     files: dict[int, list[str]] = {}
     for name in names:
-        match = re.fullmatch(r"weight_v([0-9]{6,12})/.*", name)
+        match = VERSION_FILE.fullmatch(name)
         if match and int(match[1]) < first:
             files.setdefault(int(match[1]), []).append(name)
     return sorted(files.items(), reverse=True)

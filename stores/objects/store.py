@@ -11,13 +11,14 @@ from typing import TypeVar
 from manifests.errors import InputError, SourceError, StoreError, UnreachableError
 from manifests.invariants import MANIFEST_NAME
 from manifests.paths import problem_with_path
+from manifests.versions import VERSION_FILE
 from stores.base import LOCK_NAME, PROGRESS_NAME, SOURCE_CHANGED, Range, is_hidden
 from stores.net.retries import Pace, PassingError, Retries, Stream, Streams, keep_trying
 from stores.objects.client import ObjectEntry, ObstoreClient, open_client
 from stores.prefetch import LendingFetch, RangeReader
 
 T = TypeVar("T")
-_MAX_COUNT = 100_000  # objects in a checkpoint's folder
+_MAX_COUNT = 100_000  # objects in a checkpoint's folder; a chain may have as many versions as it gets
 
 
 def open_objects(url: str, retries: Retries | None = None) -> ObjectFolder:
@@ -104,13 +105,15 @@ class ObjectFile:
 def list_objects(client: ObstoreClient) -> dict[str, ObjectEntry]:
     """Return the objects below a prefix by name, without empty ones that represent folders."""
     listed: dict[str, ObjectEntry] = {}
+    count = 0
     for entry in client.entries():
         if not entry.name:
             continue
         problem = problem_with_path(entry.name)
         if problem:
             raise StoreError(client.url, f"contains an object {entry.name!r}: {problem}", code="store.invalid-name")
-        if len(listed) == _MAX_COUNT:
+        count += VERSION_FILE.fullmatch(entry.name) is None
+        if count > _MAX_COUNT:
             problem = f"contains more than {_MAX_COUNT} objects"
             raise StoreError(client.url, problem, "name the folder of one checkpoint", code="store.too-many-files")
         listed[entry.name] = entry
