@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -69,6 +69,8 @@ from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
 
+Checks = Mapping[str, Callable[[], None]]  # by flag, on rank 0
+
 
 def train(address: str, options: TrainOptions, world: World) -> None:
     """Train the model of a manifest; every rank calls this."""
@@ -104,7 +106,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
             if options.save is not None and (note := replaced_note(options.save)):
                 logger.warning("note: %s", note)
     check_evaluation(launched, options)
-    with claim_outputs(options, world), ExitStack() as stack:
+    with claim_outputs(options, world) as checks, ExitStack() as stack:
         if options.memory_snapshot:
             stack.enter_context(memory_snapshot(options.log_dir, world.rank, device))
         ready = begin(launched, find_start(launched, options, world), options, world, device)
@@ -122,23 +124,27 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
                 resolved["checkpoint"] = str(options.history.absolute())
             note_resolved(options.log_dir, resolved)
         with ready.deferred, open_metrics(ready, world, device) as metrics:
-            _train_and_save(ready, metrics, world, device)
+            _train_and_save(ready, metrics, world, device, checks)
 
 
 @contextmanager
-def claim_outputs(options: TrainOptions, world: World) -> Iterator[None]:
-    """Keep other runs from saving where this run saves, on rank 0; every rank calls this."""
+def claim_outputs(options: TrainOptions, world: World) -> Iterator[Checks]:
+    """Keep other runs from saving where this run saves, on rank 0; every rank calls this.
+
+    Yields a check for each flag that no other run has taken its folder over.
+    """
+    checks = dict[str, Callable[[], None]]()
     with ExitStack() as claims:
 
         def claim(stop: threading.Event) -> None:
             if world.rank == 0:
                 if options.history is not None:
-                    claims.enter_context(claim_history(options.history))
+                    checks["--checkpoint"] = claims.enter_context(claim_history(options.history))
                 if options.save is not None:
-                    claims.enter_context(claim_output(options.save))
+                    checks["--save"] = claims.enter_context(claim_output(options.save))
 
         in_rounds("folders", claim)  # a claim whose owner may be dead is watched for a while
-        yield
+        yield checks
 
 
 def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[Origin, ...]:
@@ -156,13 +162,13 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
     return origins or tuple(launched_here if folder is None else Origin(folder) for folder in folders)
 
 
-def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device) -> None:
+def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device, checks: Checks) -> None:
     """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
     options, saving, publishing = ready.options, StallTimer(), StallTimer()
     with (
         _watchdog(ready, world, (saving, publishing, ready.deferred.timer)) as watchdog,
         _publisher(ready, publishing) as publisher,
-        _saver(ready, saving) as saver,
+        _saver(ready, saving, checks) as saver,
     ):
         # The saver is left first, and waits for its save while the watchdog watches that the disk answers.
         try:
@@ -176,7 +182,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         # The weights are written first: neither a failed checkpoint nor what follows may lose them.
         failure = _finish(saver, metrics.checkpoint)
         if options.save is not None:
-            _save_weights(ready, trained, options.save, saving)
+            _save_weights(ready, trained, options.save, saving, checks)
             if world.rank == 0:
                 note_saved(options.log_dir, options.save)
             metrics.saved(options.save, *(() if options.lora is None else (PEFT_WEIGHTS, "adapters")))
@@ -272,15 +278,15 @@ def _finish(work: InFlight[ReportT] | None, note: Callable[[ReportT], None]) -> 
     return work.failure
 
 
-def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer) -> None:
+def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallTimer, checks: Checks) -> None:
     """Write the trained weights, without optimizer state; adapters as a PEFT folder."""
     weights_only = TrainingState(step=trained.step, num_tokens=trained.num_tokens, dtype=trained.dtype)
     weights, context = ready.whole_weights()
-    family = ready.chunks[0].family
+    family, swap, check = ready.chunks[0].family, swap_of(ready.options), checks.get("--save", lambda: None)
     if isinstance(family, OnTransformers) and family.adapters is not None:
-        save_peft(weights, family.adapters, context.adapters, out, swap=swap_of(ready.options))
+        save_peft(weights, family.adapters, context.adapters, out, swap=swap, check=check)
         return
-    save(weights, context, out, weights_only, swap=swap_of(ready.options), timer=timer)
+    save(weights, context, out, weights_only, swap=swap, timer=timer, check=check)
 
 
 def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watchdog:
@@ -295,13 +301,14 @@ def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watch
     )
 
 
-def _saver(ready: Ready, saving: StallTimer) -> AbstractContextManager[Saver | None]:
+def _saver(ready: Ready, saving: StallTimer, checks: Checks) -> AbstractContextManager[Saver | None]:
     options = ready.options
     if options.checkpoint is None:
         return nullcontext()
     timeout, origin = timedelta(seconds=options.timeout_s), ready.origin.root
     before = origin if origin.parent.resolve() == options.checkpoint.history.resolve() else None
-    return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving, before)
+    check = checks.get("--checkpoint", lambda: None)
+    return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving, before, check)
 
 
 def _publisher(ready: Ready, publishing: StallTimer) -> AbstractContextManager[Publisher | None]:

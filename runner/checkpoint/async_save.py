@@ -119,10 +119,12 @@ class Saver(InFlight[SaveReport]):
         timeout: timedelta,
         timer: StallTimer | None = None,
         before: Path | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__("save")
         self._context, self._options, self._timer = context, options, timer
         self._before = before  # the checkpoint of this run that the next one shares files with
+        self._check = check  # on rank 0: no other run has taken the folder over
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         # Allocating takes long: it is done during the first steps.
         self._copy = self._pool.submit(HostCopy, state) if options.is_async else None
@@ -163,11 +165,12 @@ class Saver(InFlight[SaveReport]):
             # An existing checkpoint is damaged, or the run would have resumed from it.
             with raise_on_all_ranks("save", self._group):
                 if dist.get_rank() == 0:
+                    self._check()
                     set_aside(path)
             nbytes = save(
                 state, self._context, path, training,
                 data_files=data_files, steps=steps, group=self._group, timer=self._timer,
-                is_awaited=self._is_awaited.is_set, before=self._before,
+                is_awaited=self._is_awaited.is_set, before=self._before, check=self._check,
             )  # fmt: skip
             self._before = path
         except UserError as error:
@@ -191,6 +194,7 @@ class Saver(InFlight[SaveReport]):
         timer, spared = self._timer or StallTimer(), (self._context.root, self._context.named)
         try:
             with timer.working():
+                self._check()
                 prune(self._options.history, newest, keep, spared, timer.beat)
         except UserError as error:
             logger.error("error: %s", error)

@@ -94,22 +94,26 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 @contextmanager
-def claim_history(history: Path) -> Iterator[None]:
-    """Keep other runs from saving here while the block runs, and remove what killed runs have left."""
+def claim_history(history: Path) -> Iterator[Callable[[], None]]:
+    """Keep other runs from saving here while the block runs, and remove what killed runs have left.
+
+    Yields a check that no other run has taken the folder over, as after this machine was suspended.
+    """
     where = f"--checkpoint {history}"
     _make(history, where)
-    with locking(history / _CLAIM, where, "saves checkpoints there"):
+    with locking(history / _CLAIM, where, "saves checkpoints there", may_be_removed=True) as check:
         _remove_left(history, _LEFT)
-        yield
+        yield check
 
 
 @contextmanager
-def claim_output(out: Path) -> Iterator[None]:
-    """Keep other runs from writing this folder at their end while the block runs."""
+def claim_output(out: Path) -> Iterator[Callable[[], None]]:
+    """Keep other runs from writing this folder at their end while the block runs; yields a check as `claim_history`."""
     where, out = f"--save {out}", Path(os.path.abspath(out))
     _make(out.parent, where)
-    with locking(out.with_name(f".{out.name}{_CLAIM}"), where, "trains, and will save there"):
-        yield
+    lock = out.with_name(f".{out.name}{_CLAIM}")
+    with locking(lock, where, "trains, and will save there", may_be_removed=True) as check:
+        yield check
 
 
 def _make(folder: Path, where: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -61,9 +61,18 @@ def load_adapters(
 
 
 def save_peft(
-    weights: Held, adapters: Adapters, record: AdapterRecord | None, out: Path, *, swap: Swap | None = None
+    weights: Held,
+    adapters: Adapters,
+    record: AdapterRecord | None,
+    out: Path,
+    *,
+    swap: Swap | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has; `swap` as in `save`."""
+    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them.
+
+    `swap` and `check` are as in `save`.
+    """
     mine = {piece.fqn: piece.memory for kinds in weights.values() for piece in kinds[WEIGHTS]}
     is_rank_0 = dist.get_rank() == 0
     gathered: list[dict[str, torch.Tensor]] | None = [{}] * dist.get_world_size() if is_rank_0 else None
@@ -78,6 +87,7 @@ def save_peft(
         with target as folder:
             write_file(folder / PEFT_WEIGHTS, _shard(dict(sorted(tensors.items())), record.base_digest))
             write_file(folder / PEFT_CONFIG, _config(adapters, record))
+            check()
 
 
 def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record: AdapterRecord | None) -> None:

@@ -100,6 +100,7 @@ def save(
     timer: StallTimer | None = None,
     is_awaited: Callable[[], bool] = lambda: True,
     before: Path | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> int:
     """Write the state of all ranks as a checkpoint at `out`, and return the bytes that were written.
 
@@ -107,7 +108,7 @@ def save(
     Every rank of the group calls this, with the same `training` but for `random`, the RNG state of each rank, and the
     data cursor and `data_files`, small files about the data, which are rank 0's, and for `steps`, the step counts of
     its parameters that are not the checkpoint's, by FQN. `timer` beats while this rank writes. `swap` replaces a
-    checkpoint at `out`; without it, one is refused.
+    checkpoint at `out`; without it, one is refused. `check` is called on rank 0 before the commit, and may raise.
     Until it `is_awaited`, training continues, and comes first. Nothing is at `out` before every bundle is on disk.
 
     # Note [A disk that hangs]
@@ -155,6 +156,7 @@ def save(
             files = {**(data_files or {}), **({STEPS_NAME: encode_steps(differing)} if differing else {})}
             with timer.working():
                 _commit(context, stages, target, replace(training, random=random), files, planned, timer)
+                check()
                 stack.close()
 
         in_rounds("save", finish, group)

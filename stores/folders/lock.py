@@ -112,13 +112,20 @@ def open_locked(path: Path, flags: int) -> int | None:
 
 @contextlib.contextmanager
 def locking(
-    path: Path, where: str, doing: str, *, stale_s: float = _STALE_S, patience_s: float = 0.0
+    path: Path,
+    where: str,
+    doing: str,
+    *,
+    stale_s: float = _STALE_S,
+    patience_s: float = 0.0,
+    may_be_removed: bool = False,
 ) -> Iterator[Callable[[], None]]:
     """Lock something for this process while the block runs; `path` is the lock file, whose folder exists.
 
     What another process has locked is waited for as long as `patience_s`.
 
-    Yields a check that the lock was not taken over, as from a machine that was suspended for `stale_s`.
+    Yields a check that the lock was not taken over, as from a machine that was suspended for `stale_s`. If the file
+    `may_be_removed`, as by somebody who clears up during a long run, one that is missing does not fail it.
     """
     claimant = _Owner(doing=doing)
     with system_errors(where, f"{path} cannot be written", code="output.unwritable"):
@@ -128,7 +135,9 @@ def locking(
     toucher.start()
 
     def check() -> None:
-        if (owner := _read_again(path)) is None or owner.nonce != claimant.nonce:
+        with system_errors(where, f"{path} cannot be read", code="output.unreadable"):
+            owner = _read_again(path)
+        if not may_be_removed if owner is None else owner.nonce != claimant.nonce:
             raise _in_use(where, owner)
 
     try:
@@ -136,9 +145,9 @@ def locking(
     finally:
         ended.set()
         toucher.join(_BEAT_S)  # a hanging disk may block it
-        with contextlib.suppress(OSError, LaunchError):  # whoever has taken it over removes it
-            check()
-            path.unlink()
+        with contextlib.suppress(OSError):
+            if (owner := _read_again(path)) is not None and owner.nonce == claimant.nonce:
+                path.unlink()  # otherwise, whoever has taken it over removes it
         os.close(descriptor)
 
 

@@ -65,3 +65,20 @@ def test_lock_of_a_dead_process_is_taken_over_however_the_clocks_differ(
     path, _ = put_lock(tmp_path, age_s)
     take(path)
     assert (clock.now_s, path.exists()) == (watched_s, False)
+
+
+@pytest.mark.parametrize("may_be_removed", [False, True])
+def test_lock_that_was_taken_over_is_noticed_and_one_that_was_removed_if_that_matters(
+    may_be_removed: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "lock"
+    with locking(path, "place", "trains", may_be_removed=may_be_removed) as check:
+        check()
+        path.unlink()
+        if may_be_removed:
+            check()
+        else:
+            assert refusal(check).code == "launch.folder-in-use"
+        put_lock(tmp_path, 0)
+        assert refusal(check).code == "launch.folder-in-use"
+    assert path.exists()

@@ -85,11 +85,10 @@ def main(folder: Path, history: Path, last: int, full: int) -> None:
     first = (step_of(found[0]) or 0) + 1 if (found := find_checkpoints(history)) else 1
     dist.barrier()
     with ExitStack() as stack:
-        if rank == 0:
-            stack.enter_context(claim_history(history))
+        check = stack.enter_context(claim_history(history)) if rank == 0 else lambda: None
         context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
         assert options.checkpoint is not None
-        saver = stack.enter_context(Saver(context, options.checkpoint, held, SAVE_TIMEOUT))
+        saver = stack.enter_context(Saver(context, options.checkpoint, held, SAVE_TIMEOUT, check=check))
         for step in range(first, last + 1):
             for piece in (piece for kinds in held.values() for pieces in kinds.values() for piece in pieces):
                 piece.memory.fill_(step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -56,6 +57,25 @@ def check(checkpoint: Path) -> None:
     for shard in manifest.shards:
         for tensor in load_file(checkpoint / shard.path).values():
             assert np.all(tensor == step)
+
+
+def test_run_whose_folder_another_run_has_taken_over_saves_nothing_there(packed: Path, tmp_path: Path) -> None:
+    """As when its machine was suspended for minutes. Whoever deletes the lock file does not stop its saves."""
+    history = tmp_path / "history"
+    with two_savers(packed, history, ENDLESS) as (rank, _):
+        rank.wait_for("saved 1\n", timeout_s=60)
+        (history / ".lock").unlink()
+        rank.wait_for(f"saved {int(rank.said.split()[-1]) + 2}\n", timeout_s=60)
+        owner = {"host": "elsewhere", "pid": 7, "birth": "another-boot 17", "namespace": "pid:[1]", "nonce": "0"}
+        (history / ".lock").write_text(json.dumps({**owner, "doing": "saves checkpoints there"}))
+        rank.wait_for(f"launch.folder-in-use at rank 0: --checkpoint {history}", timeout_s=60)
+        before = sorted(history.iterdir())
+        count = rank.said.count("failed")
+        deadline_s = time.monotonic() + 60
+        while rank.said.count("failed") < count + 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        assert sorted(history.iterdir()) == before
 
 
 @pytest.mark.parametrize("num_kills", [3, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
