@@ -177,6 +177,7 @@ def _folders_of(manifest: Manifest) -> set[str]:
 
 _COMMIT_NAME = "commit.json"  # identifies the folder that is about to get the output's name
 _OURS = re.compile(r"parts-[0-9a-f]{12}/\.?part-[0-9]{5}-of-[0-9]{5}(\.lock|(\.partial)?/.+)|moved\.json")
+_UNFINISHED = re.compile(r"parts-[0-9a-f]{12}/\.part-[0-9]{5}-of-[0-9]{5}(\.lock|\.partial/.+)")
 _MOVED_NAME = "moved.json"  # what a commit may have moved: the parts' files, with their sizes
 
 
@@ -217,8 +218,8 @@ class FolderParts:
         if record.is_file() and _read_record(record) == _identify(self._out):
             shutil.rmtree(self._partial, ignore_errors=True)  # what was replaced
             self._clear_away()
-        elif folders or not (self._out / MANIFEST_NAME).is_file():
-            return None
+        elif folders or not (self._out / MANIFEST_NAME).is_file() or any(map(_UNFINISHED.fullmatch, self._names())):
+            return None  # or it is the checkpoint that parts at work replace
         return open_manifest(self._out).manifest
 
     def publish(self, merged: Merged) -> Manifest:
@@ -287,12 +288,13 @@ class FolderParts:
         return moved
 
     def _files_below_base(self) -> Iterator[tuple[str, FileFacts]]:
+        for name in self._names():
+            if OF_PART.fullmatch(name):
+                yield name, ((self._base / name).lstat().st_size, "")
+
+    def _names(self) -> Iterator[str]:
         for parent, _, names in os.walk(self._base):
-            for name in names:
-                path = Path(parent, name)
-                relative = path.relative_to(self._base).as_posix()
-                if OF_PART.fullmatch(relative):
-                    yield relative, (path.lstat().st_size, "")
+            yield from (Path(parent, name).relative_to(self._base).as_posix() for name in names)
 
     def _clear_away(self) -> None:
         """Remove the parts, and no files of others; the record of the commit last: one that is run again needs it."""

@@ -327,6 +327,25 @@ def test_commit_waits_for_parts_that_are_not_there_yet(
     assert parts == []
 
 
+def test_commit_in_place_of_a_checkpoint_waits_for_parts_of_which_none_is_finished(
+    source: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, parts = tmp_path / "out", ["1/2", "2/2"]
+    write_model(tmp_path / "old", CONFIG, random_tensors(CONFIG, dtypes=["F32"], seed=1))
+    pack(tmp_path / "old", out, SPEC)
+    assert _end_at(lambda: pack_part(source, out, "1/2", "--force"), "rename", lambda path: ".part-00001" in path, 0)
+    assert refusal("commit", out, "--force").found == (3, "output.no-parts", str(out))
+
+    def sleep(seconds: float) -> None:
+        assert pack_part(source, out, parts.pop(0), "--force").code == 0
+
+    monkeypatch.setattr("reshard.packing.parts.time.sleep", sleep)
+    for _ in range(2):  # again, as a scheduler that requeues it
+        assert reshard("commit", out, "--force", "--wait").code == 0
+        assert files_in(out) == whole
+    assert parts == []
+
+
 def _end_at(work: Callable[[], object], name: str, counts: Callable[[str], bool], number: int) -> bool:
     """Do this in a copy of this process, which ends before such a call of os, counted from 0; return whether it did."""
     pid = os.fork()
