@@ -142,7 +142,7 @@ def begin(
 ) -> Ready:
     """Make a run ready from the first of these origins that can be read; their folders are the same on all ranks.
 
-    An older one is for a damaged checkpoint alone: it loses steps, and what is saved then replaces newer ones.
+    An older one is for a damaged checkpoint alone: it loses steps, and newer ones are set aside as it comes to them.
     """
     with raise_on_all_ranks("ranks"):
         degrees = options.degrees.resolve(launched.manifest.layout.num_ranks, world.size)

@@ -284,9 +284,7 @@ class DataOptions(TextOptions):
                 problem = "conflicts with --data-class, which yields rows of token ids in an order of its own"
                 raise UsageError(name, problem, "remove one of them", code="options.tokenized")
         for name, is_set in (
-            ("--text-field", self.text_field != "text"),
             ("--completion-field", self.completion_field is not None),
-            ("--no-packing", not self.pack),
             ("--add-bos-token", bool(self.framing.bos)),
             ("--add-eos-token", bool(self.framing.eos)),
         ):

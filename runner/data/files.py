@@ -29,7 +29,7 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _PIECE_NBYTES = 64 << 10
 _SCAN_NBYTES = 1 << 20
-_COUNTED: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # by file and mtime: offsets, and the lines before them
+_LINE_COUNTS: dict[tuple[Path, int], list[tuple[int, int]]] = {}  # by file and mtime: offsets, the lines before them
 _PIECE_LENGTH = 256 << 10  # characters; a tokenizer needs some 300 bytes for each
 
 Piece: TypeAlias = "str | TokenIds"  # of text, or a row of token ids
@@ -179,8 +179,8 @@ def _texts_in(folders: Iterable[Path], searched: set[Path]) -> Iterator[Path]:
             searched.add(real)
             subfolders[:] = (name for name in subfolders if not name.startswith("."))  # as globs do
             paths = [Path(place, name) for name in names if not name.startswith(".")]
-            for path in paths:
-                if path.suffix in _COMPRESSED and path.with_suffix("").suffix in SUFFIXES:
+            for path, whole in ((path, path.with_suffix("")) for path in paths):
+                if path.suffix in _COMPRESSED and whole.suffix in SUFFIXES and whole not in paths:
                     hint = "decompress it, or move it elsewhere"
                     raise DataError(
                         str(path), "is compressed data, which is not read", hint, code="data.unknown-format"
@@ -350,14 +350,14 @@ def _line_at(file: Path, offset: int, num_lines: int = 0) -> str:
     It counts from the nearest place before it that was counted to: files may have many documents that are skipped.
     """
     with _open(file) as stream:
-        counted = _COUNTED.setdefault((file, os.fstat(stream.fileno()).st_mtime_ns), [(0, 0)])
-        place, num_before = counted[bisect_right(counted, (offset, offset)) - 1]
-        stream.seek(place)
+        counts = _LINE_COUNTS.setdefault((file, os.fstat(stream.fileno()).st_mtime_ns), [(0, 0)])
+        begin, num_before = counts[bisect_right(counts, (offset, offset)) - 1]
+        place = stream.seek(begin)
         while data := stream.read(min(_SCAN_NBYTES, offset - place)):
             num_before += data.count(b"\n")
             place += len(data)
-    if (place, num_before) not in counted[-1:]:
-        insort(counted, (place, num_before))
+    if place > begin:
+        insort(counts, (place, num_before))
     return f"{file}:{num_before + num_lines + 1}"
 
 

@@ -25,10 +25,10 @@ IGNORED = -100  # the label of positions that are ignored in the loss
 _IDS, _LABELS, _MASK, _POSITIONS, _DOCUMENTS, _ATTENTION = ROW_FIELDS = (
     "input_ids", "labels", "loss_mask", "position_ids", "document_ids", "attention_mask",
 )  # fmt: skip
-# What others name such fields: rows with them would train on more than they say.
-_FOREIGN = {
-    **dict.fromkeys(("completion_mask", "assistant_mask", "assistant_masks"), "loss_mask"),
-    "seq_lengths": "position_ids or document_ids",
+# Fields of other programs, and those of ours that say the same: a row with the first alone would train on more.
+_FIELDS_OF_OTHERS = {
+    **dict.fromkeys(("completion_mask", "assistant_mask", "assistant_masks"), (_LABELS, _MASK)),
+    "seq_lengths": (_POSITIONS, _DOCUMENTS),
 }
 _LARGEST = 3.4e38  # float32, which fields are
 _HEAD = 3  # numbers before the JSON text of an encoded row
@@ -82,7 +82,7 @@ class RowForm:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (*ROW_FIELDS, *_FOREIGN, *self.per_token, *self.per_row)
+        return (*ROW_FIELDS, *_FIELDS_OF_OTHERS, *self.per_token, *self.per_row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +147,10 @@ def parse_row(record: Mapping[str, Any], form: RowForm, where: Callable[[], str]
 
 
 def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
-    for name, ours in _FOREIGN.items():
-        if record.get(name) is not None and name not in (*form.per_token, *form.per_row):
-            raise ValueError(f"has a field {name!r}, which is not read; write {ours} instead, or leave it out")
+    present = {name for name, value in record.items() if value is not None}.difference(form.per_token, form.per_row)
+    for name in _FIELDS_OF_OTHERS.keys() & present:
+        if present.isdisjoint(ours := _FIELDS_OF_OTHERS[name]):
+            raise ValueError(f"has a field {name!r}, which is not read; write {' or '.join(ours)}, or leave it out")
     ids = _whole_numbers(record, _IDS, None)
     if not 0 < len(ids) <= form.seq_len:
         raise ValueError(f"expected 1 to {form.seq_len} input_ids (--seq-len), found {len(ids)}")

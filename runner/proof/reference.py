@@ -37,6 +37,7 @@ _EPS = 0.1  # of the largest gradient: an update does not magnify what rounding 
 _COARSE = 2e-3  # times the relative difference of updates: Newton-Schulz iterations in bfloat16 magnify what differs
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
 _LEAST_ELEMENT = 1e-6  # of the largest gradient: the same of an element
+_LEAST_UPDATE = 0.1  # of the learning rate: what a class without an epsilon may make of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -157,7 +158,8 @@ class Reference:
         difference = weight.memory - self.stepped[fqn][index]
         if fqn in self.scale_free:
             least = _LEAST_ELEMENT * max(map(largest_of, self.gradients.values()))
-            difference = difference * (self.gradients[fqn][index].abs() > least)
+            is_rounding = self.gradients[fqn][index].abs() <= least
+            difference = torch.where(is_rounding, (difference.abs() - _LEAST_UPDATE * _LR).relu(), difference)
         if fqn not in self.coarse:
             return largest_of(difference) / _LR
         return _COARSE * rms_of(difference) / max(1e-30, rms_of(self.stepped[fqn] - self.weights[fqn]))

@@ -131,7 +131,9 @@ def locking(
     with system_errors(where, f"{path} cannot be written", code="output.unwritable"):
         descriptor = _acquire_in_time(path, claimant, where, stale_s, patience_s)
     ended = threading.Event()
-    toucher = threading.Thread(target=_touch, args=(descriptor, ended), name="lock heartbeat", daemon=True)
+    toucher = threading.Thread(
+        target=_touch, args=(descriptor, claimant.nonce, ended), name="lock heartbeat", daemon=True
+    )
     toucher.start()
 
     def check() -> None:
@@ -271,9 +273,12 @@ def _write(descriptor: int, owner: _Owner) -> None:
     os.fsync(descriptor)
 
 
-def _touch(descriptor: int, ended: threading.Event) -> None:
+def _touch(descriptor: int, nonce: str, ended: threading.Event) -> None:
+    """Touch a lock file while it names this owner: whoever has taken it over may be dead, which others must see."""
     while not ended.wait(_BEAT_S):
         with contextlib.suppress(OSError):
+            if (owner := _read(descriptor)) is not None and owner.nonce != nonce:
+                return
             os.utime(descriptor)
 
 

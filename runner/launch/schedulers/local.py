@@ -32,6 +32,7 @@ from stores.folders.lock import Process, birth_of, pid_namespace
 
 _POLL_S = 0.1
 _KILL_S = 10.0
+_BEGINS_S = 60.0  # importing torch may keep the launcher's heartbeats back
 
 
 def record_here(log_dir: Path, name: str) -> JobRecord:
@@ -64,9 +65,7 @@ def use_of(record: JobRecord, log_dir: Path) -> str | None:
     process = process_of(record)
     if process.is_local:
         return f"is used by a job of process {record.id}" if process.is_alive else None
-    is_starting = read_state(log_dir) is None and _is_recent(log_dir / JOB_NAME)
-    is_alive = is_starting or _has_heartbeat(log_dir)
-    return f"is used by a job of process {record.id} on {record.host}" if is_alive else None
+    return f"is used by a job of process {record.id} on {record.host}" if _has_heartbeat(log_dir) else None
 
 
 print_output, follow_output = print_file, follow_file
@@ -97,16 +96,18 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 
 
 def _has_heartbeat(log_dir: Path) -> bool:
-    """Whether a job has not ended, judging by its last heartbeat."""
+    """Whether a job has not ended, judging by its last heartbeat, or by its start, before which it has none."""
+    if read_state(log_dir) is not None:
+        return False
     newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
-    is_recent = newest_s > time.time() - SKEWED_S or _is_recent(launcher_heartbeat_path(log_dir))
-    return is_recent and read_state(log_dir) is None
+    is_beating = newest_s > time.time() - SKEWED_S or _is_recent(launcher_heartbeat_path(log_dir), SKEWED_S)
+    return is_beating or _is_recent(log_dir / JOB_NAME, _BEGINS_S)
 
 
-def _is_recent(path: Path) -> bool:
-    """Whether a file was just written or touched, by the file system's clock."""
+def _is_recent(path: Path, within_s: float) -> bool:
+    """Whether a file was written or touched within so many seconds, by the file system's clock."""
     with contextlib.suppress(OSError), TemporaryFile(dir=path.parent) as now:
-        return os.fstat(now.fileno()).st_mtime - os.stat(path).st_mtime < SKEWED_S
+        return os.fstat(now.fileno()).st_mtime - os.stat(path).st_mtime < within_s
     return False
 
 

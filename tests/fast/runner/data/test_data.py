@@ -161,7 +161,14 @@ def test_folders_are_searched_once_where_globs_and_links_lead_to_them(tmp_path: 
 
 
 def test_hidden_files_of_a_folder_are_left_out_and_compressed_ones_refused(tmp_path: Path) -> None:
-    for name in ("a.jsonl", ".b.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "logs.gz", "more/c.md.gz"):
+    for name in (
+        "a.jsonl",
+        ".b.jsonl",
+        ".ipynb_checkpoints/a-checkpoint.jsonl",
+        "a.jsonl.gz",
+        "logs.gz",
+        "more/c.md.gz",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     assert find_files([str(tmp_path)]) == (tmp_path / "a.jsonl",)

@@ -135,6 +135,18 @@ def test_bad_row_is_refused_by_line_or_skipped(tmp_path: Path, record: Mapping[s
     assert (len(batches), skipped.count) == (1, 1)
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_fields_of_other_programs_change_nothing_beside_those_that_are_read(tmp_path: Path, suffix: str) -> None:
+    record = {"input_ids": [2, 3, 4, 5], "labels": [IGNORED, 3, 4, 5], "position_ids": [0, 1, 0, 1]}
+    more = {"assistant_masks": [0, 1, 1, 1], "seq_lengths": [2, 2]}
+    rows = [
+        rows_in(write(tmp_path / f"{number}{suffix}", [each]), is_tokenized=True, document_mask=True)[0]
+        for number, each in enumerate((record, {**record, **more}))
+    ]
+    assert rows[0].labels.tolist() == rows[1].labels.tolist()
+    assert rows[0].num_tokens == rows[1].num_tokens
+
+
 def test_padding_that_does_not_count_is_as_no_padding(tmp_path: Path) -> None:
     """As a tokenizer of transformers writes rows of one length: a mask that changes nothing is no error."""
     padded: list[dict[str, Any]] = [
@@ -212,9 +224,7 @@ def test_text_files_have_neither_rows_nor_completions(tmp_path: Path) -> None:
         with pytest.raises(DataError) as error:
             rows_in(str(tmp_path / "a.txt"), folder=tmp_path, **options)
         assert error.value.code == "data.unknown-format"
-    texts: tuple[dict[str, Any], ...] = (
-        {"completion_field": "a"}, {"text_field": "a"}, {"pack": False}, {"framing": FramingOptions(eos=True)},
-    )  # fmt: skip
+    texts: tuple[dict[str, Any], ...] = ({"completion_field": "a"}, {"framing": FramingOptions(eos=True)})
     for reader in ({"is_tokenized": True}, {"dataset": "mine"}):
         for option in texts:
             with pytest.raises(UsageError) as conflict:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from stores.folders import lock
 from stores.folders.lock import locking
 from tests.refusals import refusal
 
@@ -33,6 +34,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
     monkeypatch.setattr(time, "sleep", clock.sleep)
+    monkeypatch.setattr(lock, "_SETTLE_S", 0.0)  # of shared file systems
     return clock
 
 

@@ -437,6 +437,15 @@ def _muon_leaves_a_matrix(patch: Patch) -> None:
     _wrap(patch, whole_matrix.WholeMatrices, "_step_unit", step_unit)
 
 
+def _rows_without_gradient_are_halved(patch: Patch) -> None:
+    def step_unit(before: Any, self: Any, unit: Any, weight: torch.Tensor, gradient: torch.Tensor) -> None:
+        before(self, unit, weight, gradient)
+        if weight.dim() == 2:  # as the embedding of tokens that no row has
+            weight[gradient.abs().amax(dim=1) == 0] /= 2
+
+    _wrap(patch, whole_matrix.WholeMatrices, "_step_unit", step_unit)
+
+
 PLANTS: Mapping[str, Callable[[Patch], None]] = {
     name.removeprefix("_"): function
     for name, function in list(globals().items())

@@ -27,6 +27,7 @@ def case(
 
 EXPERTS, DEEPSEEK, TIED = "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", {"tie_word_embeddings": True}
 AUX_LOSS, BIAS_RATE = "--router-aux-loss 0.001", "--router-bias-rate 0.001"
+ADAFACTOR = "--optimizer adafactor --dtype bf16 --master-dtype fp32"
 MUON = "--optimizer muon --dtype bf16 --master-dtype fp32"
 # On two ranks.
 TWO = (
@@ -40,6 +41,7 @@ TWO = (
     case("norm_of_one_stage", "LlamaForCausalLM", 2),
     case("muon_steps_shards_of_a_matrix", "LlamaForCausalLM", 1, f"--dp-shard 2 {MUON}"),
     case("muon_leaves_a_matrix", "LlamaForCausalLM", 1, f"--dp-shard 2 {MUON}"),
+    case("rows_without_gradient_are_halved", "LlamaForCausalLM", 1, f"--dp-shard 2 {ADAFACTOR}"),
 )
 MORE = (
     case("experts_averaged", EXPERTS, 1, "--dp-shard 2 --ep 2"),

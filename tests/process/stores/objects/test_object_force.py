@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from manifests.errors import InputError
-from reshard.tensors.lazy import MemoryFile
-from stores.base import LOCK_NAME, PROGRESS_NAME, Blocks
+from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.objects.output import open_output
 from stores.objects.store import open_objects
 from tests.bucket_sentinels import plant_objects
@@ -140,30 +138,6 @@ def test_what_a_writer_sent_late_is_removed_as_the_next_one_is_interrupted(moto:
     second.put("c.txt", b"{}")
     second.abort()  # as at an interrupt
     assert objects_in(moto, "sent-later") == {}
-
-
-def test_writer_that_is_interrupted_as_it_starts_a_thread_leaves_nothing(
-    moto: MotoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def interrupted(thread: threading.Thread) -> None:
-        start(thread)
-        raise KeyboardInterrupt
-
-    for name, times in (("a.txt", 1), ("b.txt", 3)):  # each is sent again after half a second and more
-        moto.fail(Fault(method="PUT", address=f"begun/{name}", what="status", times=times))
-    target = open_output(url_of("begun"), wanted={"a.txt", "b.txt", "manifest.json"})
-    target.copy("a.txt", Blocks(MemoryFile("a.txt", b"{}")))
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            target.copy("b.txt", Blocks(MemoryFile("b.txt", b"{}")))
-    target.abort()
-    for thread in threading.enumerate():
-        if thread.name.startswith("beside"):  # it would still send
-            thread.join(60)
-    assert objects_in(moto, "begun") == {}
 
 
 def test_checkpoint_whose_lock_cannot_be_removed_is_readable_and_finished(moto: MotoServer) -> None:
