@@ -65,7 +65,9 @@ def use_of(record: JobRecord, log_dir: Path) -> str | None:
     process = process_of(record)
     if process.is_local:
         return f"is used by a job of process {record.id}" if process.is_alive else None
-    return f"is used by a job of process {record.id} on {record.host}" if _has_heartbeat(log_dir) else None
+    is_starting = read_state(log_dir) is None and _is_recent(log_dir / JOB_NAME, _BEGINS_S)
+    is_alive = is_starting or _has_heartbeat(log_dir)
+    return f"is used by a job of process {record.id} on {record.host}" if is_alive else None
 
 
 print_output, follow_output = print_file, follow_file
@@ -96,12 +98,10 @@ def cancel(record: JobRecord, *, is_forced: bool) -> bool:
 
 
 def _has_heartbeat(log_dir: Path) -> bool:
-    """Whether a job has not ended, judging by its last heartbeat, or by its start, before which it has none."""
-    if read_state(log_dir) is not None:
-        return False
+    """Whether a job has not ended, judging by its last heartbeat."""
     newest_s = max((beat.time for beat in read_beats(log_dir)), default=0.0)
-    is_beating = newest_s > time.time() - SKEWED_S or _is_recent(launcher_heartbeat_path(log_dir), SKEWED_S)
-    return is_beating or _is_recent(log_dir / JOB_NAME, _BEGINS_S)
+    is_recent = newest_s > time.time() - SKEWED_S or _is_recent(launcher_heartbeat_path(log_dir), SKEWED_S)
+    return is_recent and read_state(log_dir) is None
 
 
 def _is_recent(path: Path, within_s: float) -> bool:
