@@ -26,7 +26,10 @@ from manifests.optimizer_state import EMA, GroupNumbers, is_plain, kinds_of, sta
 from manifests.schema import OptimizerState, ParameterGroup
 from runner.config.schema import OptimOptions
 
-_ANEW = "leave --optimizer out to keep its algorithms and options, or start a new run with --resume-weights-only"
+_ANEW = (
+    "train it with the same algorithm and options (without --optimizer, a run has those of the checkpoint), or start a "
+    "new run with --resume-weights-only"
+)
 
 
 def is_elementwise(group: ParameterGroup, name: str) -> bool:
