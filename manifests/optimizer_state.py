@@ -84,8 +84,9 @@ def count_state(
 
 
 def hidden_matrices(modules: Mapping[str, Iterable[str]], tensors: Mapping[str, tuple[int, ...]]) -> set[str]:
-    """Return the matrices of layers, and stacks of them: not those of embeddings and heads, convolutions or biases, and
-    no tables of numbers that nothing is multiplied by as a matrix, such as a state-space model's decays.
+    """Return the matrices of layers, and stacks of them, that are multiplied by: those of linear modules and experts.
+
+    Not embeddings, heads, convolutions and biases, nor tables such as the decays of a state-space model.
     """
     layers = (fqns for module, fqns in modules.items() if module.rpartition(".")[2].isdecimal())
     # Experts' biases may be stacked; MTP layers have copies of the embedding and the head.

@@ -201,8 +201,8 @@ def is_shown(path: Path, mounts: Sequence[str]) -> bool:
 def check_relative(job: Job) -> None:
     """Check that the relative paths of a job in a container are on its mounts, as is this folder, where they start."""
     here = Path.cwd()
-    written = ((flag, str(path)) for flag, path in job.options.folders.items())
-    for flag, given in (*written, *_read(job.options)):
+    outputs = ((flag, str(path)) for flag, path in job.options.folders.items())
+    for flag, given in (*outputs, *_inputs(job.options)):
         path = Path(os.path.normpath(here / given))
         if not (Path(given).is_absolute() or (is_shown(here, job.mounts) and is_shown(path, job.mounts))):
             raise UsageError(
@@ -211,7 +211,7 @@ def check_relative(job: Job) -> None:
             )  # fmt: skip
 
 
-def _read(options: TrainOptions) -> Iterator[tuple[str, str]]:
+def _inputs(options: TrainOptions) -> Iterator[tuple[str, str]]:
     """Yield the files that only ranks read, each after its flag. The path of the manifest is absolute."""
     source = options.resume.source
     if source not in (None, "auto") and not re.fullmatch(r"step-\d+", source):

@@ -114,7 +114,7 @@ class _Supervisor:
         self._job = int(environment.get("SLURM_JOB_ID", "0"))
         self._num_requeues = int(environment.get("SLURM_RESTART_COUNT", "0"))
         self._is_signalled = False
-        self._running: subprocess.Popen[bytes] | None = None
+        self._srun: subprocess.Popen[bytes] | None = None
         # The ranks get these signals, too, and decide; this process stays alive to see what they did.
         for number in (signal.SIGTERM, signal.SIGUSR2):
             signal.signal(number, self._note_signal)
@@ -220,10 +220,10 @@ class _Supervisor:
         if "SLURM_CPUS_PER_TASK" in environment:  # which srun does not read, from Slurm 22.05 on
             environment.setdefault("SRUN_CPUS_PER_TASK", environment["SLURM_CPUS_PER_TASK"])
         try:
-            with subprocess.Popen(self._command, env=environment) as self._running:
+            with subprocess.Popen(self._command, env=environment) as self._srun:
                 if self._is_signalled:  # before srun was there
                     self._stop()
-                code = self._running.wait()
+                code = self._srun.wait()
         except OSError as error:
             raise RankError("srun", f"cannot be started: {error.strerror}", code="system.missing-program") from error
         state = self._read_new_state(code, stale)
@@ -293,8 +293,8 @@ class _Supervisor:
 
     def _stop(self) -> None:
         """Ask the ranks to stop: srun sends them SIGUSR2, where it would kill them for a SIGTERM."""
-        if self._running is not None:
-            self._running.send_signal(signal.SIGUSR2)
+        if self._srun is not None:
+            self._srun.send_signal(signal.SIGUSR2)
 
 
 def _refusal(command: Sequence[str], limit_s: float) -> str:

@@ -49,6 +49,8 @@ _MTP = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "mtp_norm": "s
 # What Hugging Face's MTP layers have of their own, and torchtitan's share with the model.
 _MTP_COPIES = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD}
 
+Copies = Mapping[str, Sequence[str]]  # as `mtp_copies` returns them
+
 _CONVERT = "convert it with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
 _UNKNOWN = "model.unknown-torchtitan-layout"
 _OTHER_MODEL = "model.not-in-torchtitan"
@@ -130,9 +132,6 @@ def is_without_place(name: str, config: Mapping[str, object], where: str) -> boo
     return titan_names(config, where).balanced is not None and name.endswith(f".{BALANCE}")
 
 
-Copies = Mapping[str, Sequence[str]]
-
-
 def mtp_copies(names: Iterable[str], config: Mapping[str, object]) -> Copies:
     """Return, by torchtitan's name, Hugging Face's names of what MTP layers share with the model."""
     numbers = {int(match[2]) for match in map(_LAYER.match, names) if match and match[1]}
@@ -147,7 +146,7 @@ def under_huggingface_names(
 
     Tensors are weights, or one kind of optimizer state; `copies` is what `mtp_copies` returned. Names that torchtitan's
     model does not have are kept, to be refused by name. A query, key or value projection may also be part of a fused
-    one, as our exports for torchtitan have optimizer state for either attention: both are read, and must be equal.
+    one, as our exports for torchtitan have optimizer state for either attention: they must be equal.
     """
     names = titan_names(config, where)
     converted_slices: dict[str, Slices] = {}
