@@ -28,6 +28,7 @@ TOKENIZER_NAME = "tokenizer.json"
 _NUMBER = re.compile(r"(?:^|(?<=\.))[0-9]{1,9}(?=\.)")  # a layer's or an expert's number in a tensor's name
 _MOST_NUMBERS = 4  # that are looked at in one name: two are common
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)\.\*$")
+_PLACEHOLDER = re.compile("image|audio|video")  # in whose place the output of a tower goes: it needs no row
 _EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in)\.weight")
 
 
@@ -216,8 +217,11 @@ def _token_ids(document: Mapping[str, object]) -> Iterator[int]:
         yield from (number for number in vocabulary.values() if type(number) is int)
     elif isinstance(vocabulary, list):
         yield len(vocabulary) - 1
-    if isinstance(added, list):
-        yield from (token["id"] for token in added if isinstance(token, dict) and type(token.get("id")) is int)
+    for token in added if isinstance(added, list) else ():
+        if not isinstance(token, dict) or _PLACEHOLDER.search(str(token.get("content"))):
+            continue
+        if type(token.get("id")) is int:
+            yield token["id"]
 
 
 def _embedding_rows(tensors: Mapping[str, TensorAt]) -> tuple[str, int] | None:

@@ -166,8 +166,9 @@ def zero(tensors: dict[str, Tensor]) -> None:
     tensors[name] = replace(tensors[name], data=bytes(len(tensors[name].data)))
 
 
-def with_tokens(*numbers: int) -> Change:
-    vocabulary = {"model": {"vocab": {str(number): number for number in numbers}}}
+def with_tokens(*numbers: int, **added: int) -> Change:
+    tokens = [{"id": number, "content": f"<{content}>"} for content, number in added.items()]
+    vocabulary = {"model": {"vocab": {str(number): number for number in numbers}}, "added_tokens": tokens}
     return lambda folder: (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
 
 
@@ -255,6 +256,7 @@ FAULTS: dict[str, tuple[Change, str, str, str]] = {
     ),
     "a tied head with other values": (with_config(tie_word_embeddings=True), "", "check.tied-copy", SHARDS[2]),
     "more tokens than rows": (with_tokens(0, 40), "", "check.vocabulary", "tokenizer.json"),
+    "more added tokens than rows": (with_tokens(0, tool=40), "", "check.vocabulary", "tokenizer.json"),
     "no config": (remove("config.json"), "", "check.no-config", "config.json"),
     "a config that is not JSON": (write("config.json", b"{"), "", "source.not-json", "config.json"),
     "NaN": (spoil(float("nan")), "--values", "check.not-finite", SHARDS[0]),
@@ -268,6 +270,12 @@ def folder(tmp_path: Path) -> Path:
     """Write a healthy Llama in three shards."""
     write_model(tmp_path / "model", llama_config(), healthy_tensors(), num_shards=3)
     return tmp_path / "model"
+
+
+def test_a_token_in_whose_place_an_image_goes_needs_no_row(folder: Path) -> None:
+    """As published for Gemma 3 1B."""
+    with_tokens(0, image_soft_token=40)(folder)
+    assert problems(folder) == []
 
 
 @pytest.mark.parametrize("name", FAULTS)
