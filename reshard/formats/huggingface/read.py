@@ -83,8 +83,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     dropped = drop_tensors(tensors, options.drop, shape)
     if shape is None:
         shape = model_shape(config, str(config_file), stored_in(tensors, str(folder)), description)
-    else:
-        tensors = under_fqns(tensors, shape)
+    tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
     weights = set(shards.names)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 import transformers
 
 from manifests.errors import UserError
@@ -118,6 +120,28 @@ def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
     assert shape.optional == {"model.layers.4"}
     for odd in ("model.layers.0.mlp.other.weight", "model.other.weight", "other.weight", "lm_head.bias"):
         assert refusal(config, replace(stored, tensors={**stored.tensors, odd: (1,)})) == "source.unknown-tensor"
+
+
+@pytest.mark.parametrize(("architecture", "mask"), [("BloomForCausalLM", ""), ("GPTJForCausalLM", "attn.bias")])
+def test_files_without_the_head_s_prefix_and_with_masks_are_those_of_the_model(
+    architecture: str, mask: str, tmp_path: Path
+) -> None:
+    """As the hub has bigscience/bloom, and EleutherAI/gpt-j-6b."""
+    source, packed, exported = (tmp_path / name for name in ("source", "packed", "exported"))
+    save_tiny(source, architecture)
+    tensors = {f"h.{layer}.{mask}": torch.zeros(4, 4) for layer in range(4) if mask}
+    for path in source.glob("model*"):
+        whole = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else {}
+        tensors |= {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}
+        path.unlink()
+    safetensors.torch.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    assert run("check", source).code == 0
+    pack(source, packed, "pp=2", "--quiet")
+    run("verify", packed, "--against", source, "--quiet")
+    run("export", packed, "--to", "hf", "--out", exported, "--quiet")
+    assert files_in(exported) == files_in(source)
+    stages = json.loads((packed / "manifest.json").read_text())["stages"]
+    assert "transformer.h.0" in stages[0]["modules"]
 
 
 def test_tensors_without_their_shapes_are_refused() -> None:
