@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from manifests.errors import ModelError, Parameter, SourceError
 from manifests.models.catalogue import CatalogueEntry, described_entry, entry_of
@@ -52,16 +52,24 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
         if module_of(name, owned) is None:
             raise _unknown(entry, name, stored.where)
     kinds: list[int] = []
-    if not whole.has("quantization_config"):  # which has names of its own for the parts of a weight
-        outer, expected = entry.names(config.config)
+    are_quantized = whole.has("quantization_config")  # which has names of its own for the parts of a weight
+    outer, expected = entry.names(config.config)
+    if not are_quantized:
         _check_outside(entry, whole, outer, outside, [*spare, *towers], stored.where)
-        for number, layer in enumerate(layers[:num_layers]):
-            here = {kind for kind, place in entry.places.items() if number == place % num_layers}
-            possible = {
-                kind: names for kind, names in expected.items() if kind in here or not (here or kind in entry.places)
-            }
+    checked = [*map(_by_module, layers)] if are_quantized else layers
+    for number, layer in enumerate(checked):
+        _check_experts(entry, layer, names[number], stored.where)
+        if number >= num_layers:
+            continue
+        here = {kind for kind, place in entry.places.items() if number == place % num_layers}
+        possible = {
+            kind: names for kind, names in expected.items() if kind in here or not (here or kind in entry.places)
+        }
+        if are_quantized:
+            _check_modules(layer, [*possible.values()], names[number], stored.where)
+        else:
             kinds.append(_kind_of(entry, layer, possible, names[number], stored.where))
-        _check_alike(names, layers[:num_layers], kinds, stored.where)
+    _check_alike(names, checked[:num_layers], kinds, stored.where)
     if entry.is_described:
         _check_described(entry, modules, tensors, stored.where)
     return ModelShape(
@@ -165,9 +173,19 @@ def _layer(tensors: Mapping[str, Shape]) -> NamedLayer:
     return layer
 
 
-def _kind_of(
-    entry: CatalogueEntry, layer: NamedLayer, kinds: Mapping[int, frozenset[str]], name: str, where: str
-) -> int:
+def _by_module(layer: NamedLayer) -> NamedLayer:
+    """Return a quantized layer with a name for each module, whose tensors may have any names."""
+    modules = NamedLayer(shapes={}, numbers={})
+    for leaf, dims in layer.shapes.items():
+        module = leaf.rpartition(".")[0]
+        modules.shapes.setdefault(module, dims)
+        if leaf in layer.numbers:
+            modules.numbers.setdefault(module, set()).update(layer.numbers[leaf])
+    return modules
+
+
+def _check_experts(entry: CatalogueEntry, layer: NamedLayer, name: str, where: str) -> None:
+    """Refuse a layer that lacks what others of its experts have of one expert."""
     for leaf, numbers in layer.numbers.items():
         if leaf.count("*") == 1 and "expert" in leaf:
             alike = leaf.partition("*")[0]
@@ -178,6 +196,20 @@ def _kind_of(
             gap = next((number for number in range(most) if str(number) not in numbers), None)
             if gap is not None:
                 raise _missing(f"{name}.{leaf.replace('*', str(gap))}", where)
+
+
+def _check_modules(layer: NamedLayer, kinds: Sequence[frozenset[str]], name: str, where: str) -> None:
+    """Refuse a quantized layer of which a module has no tensor. A matrix may have become several modules."""
+    stored = {module[:end] for module in layer.shapes for end, char in enumerate(f"{module}.") if char == "."}
+    modules = [{leaf.rpartition(".")[0].partition(".*")[0] for leaf in leaves} - {""} for leaves in kinds]
+    lacking = [sorted(of_kind - stored) for of_kind in modules]
+    if lacking and all(lacking):
+        raise _missing(f"{name}.{min(lacking, key=len)[0]}", where)
+
+
+def _kind_of(
+    entry: CatalogueEntry, layer: NamedLayer, kinds: Mapping[int, frozenset[str]], name: str, where: str
+) -> int:
     if not kinds:
         return 0
     names = frozenset(layer.shapes)
@@ -192,9 +224,12 @@ def _kind_of(
 
 
 def _check_alike(names: list[str], layers: list[NamedLayer], kinds: list[int], where: str) -> None:
-    """Refuse a layer with fewer experts than others of its kind, or whose names are but a part of another's."""
+    """Refuse a layer with fewer experts than others of its kind, or whose names are but a part of another's.
+
+    `kinds` is empty for quantized layers, of which some may have more names than others.
+    """
     first: dict[tuple[int, frozenset[str]], int] = {}
-    for number, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+    for number, (layer, kind) in enumerate(zip(layers, kinds or [0] * len(layers), strict=True)):
         other = first.setdefault((kind, frozenset(layer.shapes)), number)
         if layer.num_experts != layers[other].num_experts:
             fewer, more = sorted((number, other), key=lambda layer: layers[layer].num_experts)
@@ -204,7 +239,7 @@ def _check_alike(names: list[str], layers: list[NamedLayer], kinds: list[int], w
             )  # fmt: skip
             gone = sorted(numbers - layers[fewer].numbers[leaf])[0]
             raise _missing(f"{names[fewer]}.{leaf.replace('*', gone, 1)}", where)
-    for (kind, few), number in first.items():
+    for (kind, few), number in first.items() if kinds else ():
         for other_kind, many in first:
             if kind == other_kind and few < many:
                 raise _missing(f"{names[number]}.{sorted(many - few)[0].replace('*', '0')}", where)

@@ -122,6 +122,42 @@ def test_layers_and_tensors_that_the_config_does_not_have_are_refused() -> None:
         assert refusal(config, replace(stored, tensors={**stored.tensors, odd: (1,)})) == "source.unknown-tensor"
 
 
+@pytest.mark.parametrize("architecture", ALL)
+def test_quantized_files_are_known_by_their_modules(architecture: str) -> None:
+    config, stored = stored_by(architecture)
+    if architecture in ARCHITECTURES:
+        return
+    config["quantization_config"] = {"quant_method": "fp8"}
+    matrices = [name for name, dims in stored.tensors.items() if len(dims) == 2 and ".weight" in name[-7:]]
+    scaled = {**stored.tensors, **{f"{name}_scale_inv": (1, 1) for name in matrices if "layers.0." not in name}}
+    names = {name: (f"{name[:-7]}.qweight", f"{name[:-7]}.scales") if name in matrices else (name,) for name in scaled}
+    packed = {new: dims for name, dims in stored.tensors.items() for new in names[name]}
+    for tensors in (scaled, packed):
+        assert model_shape(config, stored=replace(stored, tensors=tensors)).tensors.keys() >= tensors.keys()
+
+
+def test_tensors_that_quantized_files_lack_are_named() -> None:
+    config, stored = stored_by("MiniMaxM2ForCausalLM")
+    config["quantization_config"] = {"quant_method": "fp8"}
+    scales = {f"{name}_scale_inv": (1, 1) for name in stored.tensors if ".experts." in name}
+    stored = replace(stored, tensors={**stored.tensors, **scales})
+    moe = "model.layers.1.block_sparse_moe."
+    for prefix in (f"{moe}experts.2.", f"{moe}experts.2.w1.", f"{moe}experts.", "model.layers.1.input_layernorm."):
+        gone = [name for name in stored.tensors if name.startswith(prefix)]
+        assert refusal(config, without(stored, *gone)) == "source.missing-tensor", prefix
+    uncalibrated = {f"{moe}experts.2.w1.{name}": (1, 1) for name in ("qweight", "scales")}
+    other = {**without(stored, f"{moe}experts.2.w1.weight").tensors, **uncalibrated}
+    assert model_shape(config, stored=replace(stored, tensors=other)).tensors == other
+
+
+def test_an_expert_that_an_mtp_layer_lacks_is_named() -> None:
+    config, stored = stored_by("Glm4MoeForCausalLM")
+    mtp = {name.replace("layers.3.", "layers.4."): size for name, size in stored.tensors.items()}
+    stored = replace(stored, tensors={**stored.tensors, **mtp})
+    gone = "model.layers.4.mlp.experts.1.up_proj.weight"
+    assert refusal({**config, "num_nextn_predict_layers": 1}, without(stored, gone)) == "source.missing-tensor"
+
+
 @pytest.mark.parametrize(("architecture", "mask"), [("BloomForCausalLM", ""), ("GPTJForCausalLM", "attn.bias")])
 def test_files_without_the_head_s_prefix_and_with_masks_are_those_of_the_model(
     architecture: str, mask: str, tmp_path: Path
