@@ -37,6 +37,7 @@ __all__ = [
     "is_sized_by_files",
     "model_shape",
     "module_of",
+    "tensor_names",
 ]
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelShape]] = {
@@ -91,6 +92,21 @@ def model_shape(
 def is_sized_by_files(config: Mapping[str, object], where: str, description: ModelDescription | None = None) -> bool:
     """Return whether `model_shape` needs the stored tensors of a config's architecture."""
     return architecture_of(config, where, description) not in ARCHITECTURES
+
+
+def tensor_names(config: Mapping[str, object], where: str) -> Callable[[str], bool]:
+    """Return whether files of an architecture have a tensor of a name; of one that is not known here, none."""
+    try:
+        name = architecture_of(config, where)
+    except ModelError:
+        return lambda name: False
+    if name in ARCHITECTURES:
+        return model_shape(config, where).tensors.__contains__
+    from manifests.models.catalogue import entry_of
+
+    entry = entry_of(name)
+    assert entry is not None, name
+    return entry.has
 
 
 def architecture_of(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
 from manifests.errors import SourceError
-from manifests.models import ModelShape
+from manifests.models import ModelShape, tensor_names
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes
 from manifests.slices import Slice, problem_with_slices
@@ -35,6 +35,7 @@ from reshard.formats.assemble import (
     read_model_config,
 )
 from reshard.formats.auxiliary import auxiliary_files
+from reshard.formats.dcp.stacked_experts import has_stacked_experts, under_names_in_files
 from reshard.formats.dcp.torchtitan import (
     Copies,
     has_torchtitan_names,
@@ -139,11 +140,15 @@ class _Stored:
     folder: Folder
     config: Mapping[str, object] | None
     copies: Copies = field(default_factory=dict)
+    is_in_files: Callable[[str], bool] | None = None  # if experts are stacked, as in transformers' model in memory
 
     @classmethod
     def of(cls, folder: Folder, config: Mapping[str, object] | None, weights: Collection[str]) -> _Stored:
-        if config is None or not has_torchtitan_names(weights):
+        if config is None:
             return cls(folder, None)
+        if not has_torchtitan_names(weights):
+            are_stacked = has_stacked_experts(weights)
+            return cls(folder, None, is_in_files=tensor_names(config, str(folder)) if are_stacked else None)
         return cls(folder, config, mtp_copies(weights, config))
 
     def tensors(self, saved: Mapping[str, DcpTensor]) -> dict[str, TensorAt]:
@@ -151,6 +156,8 @@ class _Stored:
         slices = join_slices(chunk for chunks in read_chunks(self.folder, saved).values() for chunk in chunks)
         if self.config is not None:
             slices = under_huggingface_names(slices, self.config, str(self.folder), self.copies)
+        elif self.is_in_files is not None:
+            slices = under_names_in_files(slices, self.is_in_files)
         return {name: merge_slices(parts) for name, parts in slices.items()}
 
     def with_place(self, weights: dict[str, DcpTensor]) -> dict[str, DcpTensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -37,6 +38,7 @@ from reshard.packing.options import PackOptions
 from reshard.packing.pack import prepare_pack
 from reshard.packing.plan import LayoutRequest
 from tests.builders import pack, refusal, reshard, run
+from tests.fast.manifests.models.catalogued import save_tiny
 
 SIZES = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -169,6 +171,34 @@ def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> 
     pack(source, tmp_path / "other", "pp=1")
     manifest = json.loads((tmp_path / "other" / "manifest.json").read_text())
     assert manifest["source"]["left_out"] == ["dataloader", "optimizer"]
+
+
+@pytest.mark.parametrize("writer", [save, save_in_halves])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_checkpoint_with_names_of_transformers_model_in_memory(kind: str, writer: Any, tmp_path: Path) -> None:
+    """As accelerate saves a model under FSDP, in which transformers has stacked the experts."""
+    state = huggingface_state(kind, tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal(exported(writer(tmp_path / "step-7", kind, model.state_dict())), state)
+
+
+@pytest.mark.parametrize("architecture", ["MixtralForCausalLM", "Glm4MoeForCausalLM", "MiniMaxM2ForCausalLM"])
+def test_checkpoint_of_the_model_in_memory_of_other_architectures(architecture: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", architecture)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path / "step-7", no_dist=True)
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "step-7")
+    pack(tmp_path / "step-7", tmp_path / "packed", "pp=2")
+    run("verify", tmp_path / "packed")
+    run("export", tmp_path / "packed", "--to", "hf", "--out", tmp_path / "out")
+    files = (tmp_path / "model").glob("*.safetensors")
+    assert_equal(
+        load_file(tmp_path / "out" / "model.safetensors"),
+        {name: tensor for path in files for name, tensor in load_file(path).items()},
+    )
+    assert run("check", tmp_path / "step-7", "--against", tmp_path / "model", "--bytes").code == 0
 
 
 def test_pack_without_a_tensor_that_was_dropped_is_a_checkpoint(tmp_path: Path) -> None:
