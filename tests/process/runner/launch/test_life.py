@@ -76,8 +76,8 @@ def test_stop_whose_save_fails_ends_with_what_a_rank_met_and_its_code(packed: Pa
         run.process.send_signal(signal.SIGUSR2)
         assert run.process.wait(timeout=60) == 3, run.said
     (message,) = re.findall(r"^error: (.*)", run.said, re.MULTILINE)
-    place = re.escape(f"rank 0, stage 0, node {socket.gethostname()}: {history}/step-")
-    assert re.fullmatch(rf"{place}\d+: cannot be created: File exists \[output\.unwritable\]", message)
+    place = f"rank 0, stage 0, node {socket.gethostname()}: --checkpoint {history}"
+    assert message == f"{place}: {history}/.lock cannot be read: Not a directory [output.unreadable]"
     assert (run.state["ended"], run.state["code"], run.state["error"]) == ("failed", 3, message)
     assert "Traceback" not in run.said
     assert not list(temporary.glob("runner-*"))
