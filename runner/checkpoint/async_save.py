@@ -22,7 +22,7 @@ from runner.checkpoint.history import checkpoint_path, prune, set_aside
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
-from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
+from runner.distributed.fail_together import OneRankError
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import same_gpu
@@ -122,7 +122,7 @@ class Saver(InFlight[SaveReport]):
         check: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__("save")
-        self._context, self._options, self._timer = context, options, timer
+        self._context, self._options, self._timer = context, options, timer or StallTimer()
         self._before = before  # the checkpoint of this run that the next one shares files with
         self._check = check  # on rank 0: no other run has taken the folder over
         self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -162,11 +162,7 @@ class Saver(InFlight[SaveReport]):
     ) -> SaveReport:
         path, nbytes, failure = checkpoint_path(self._options.history, training.step), 0, None
         try:
-            # An existing checkpoint is damaged, or the run would have resumed from it.
-            with raise_on_all_ranks("save", self._group):
-                if dist.get_rank() == 0:
-                    self._check()
-                    set_aside(path)
+            in_rounds("save", partial(self._make_room, path), self._group)
             nbytes = save(
                 state, self._context, path, training,
                 data_files=data_files, steps=steps, group=self._group, timer=self._timer,
@@ -187,14 +183,21 @@ class Saver(InFlight[SaveReport]):
             failure=failure,
         )
 
+    def _make_room(self, path: Path, stop: threading.Event) -> None:
+        """Set an existing checkpoint aside, on rank 0: it is damaged, or the run would have resumed from it."""
+        if dist.get_rank() == 0:
+            with self._timer.working():
+                self._check()
+                set_aside(path)
+
     def _prune(self, newest: Path, keep: int, stop: threading.Event) -> None:
         """Prune older checkpoints, on rank 0; the others do not time out meanwhile, see Note [A disk that hangs]."""
         if dist.get_rank() != 0:
             return
-        timer, spared = self._timer or StallTimer(), (self._context.root, self._context.named)
+        spared = (self._context.root, self._context.named)
         try:
-            with timer.working():
+            with self._timer.working():
                 self._check()
-                prune(self._options.history, newest, keep, spared, timer.beat)
+                prune(self._options.history, newest, keep, spared, self._timer.beat)
         except UserError as error:
             logger.error("error: %s", error)

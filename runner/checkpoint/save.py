@@ -116,8 +116,7 @@ def save(
     while its disk hangs, and its own watchdog, to which `timer` beats, ends the job and names the rank.
     """
     timer, is_rank_0 = timer or StallTimer(), dist.get_rank() == 0
-    past = Before.read(before, state.keys())
-    digests = in_rounds("save", partial(_hash_own, state, timer, is_awaited), group) if before else {}
+    past, digests = in_rounds("save", partial(_read_and_hash, before, state, timer, is_awaited), group)
 
     def divide(stage: int, holds: Holds, pieces: Sequence[Piece]) -> list[list[Piece]]:
         return past.divide(stage, holds, pieces, digests, context.trained)
@@ -177,10 +176,15 @@ def _gather_planned(shards: Mapping[int, Sequence[ShardToWrite]], group: dist.Pr
     return gathered or []
 
 
-def _hash_own(state: Held, timer: StallTimer, is_awaited: Callable[[], bool], stop: threading.Event) -> Digests:
-    """Return the digests of this rank's tensors; none of them if another rank has failed."""
+def _read_and_hash(
+    before: Path | None, state: Held, timer: StallTimer, is_awaited: Callable[[], bool], stop: threading.Event
+) -> tuple[Before, Digests]:
+    """Return what the checkpoint before has, and the digests of this rank's tensors; nothing without one."""
+    if before is None:
+        return Before(), {}
     with timer.working():
-        return run_beside_training(hash_pieces(state, partial(_is_cancelled, timer, stop)), hurrying(state, is_awaited))
+        past, hashing = Before.read(before, state.keys()), hash_pieces(state, partial(_is_cancelled, timer, stop))
+        return past, run_beside_training(hashing, hurrying(state, is_awaited))
 
 
 def _write_own(

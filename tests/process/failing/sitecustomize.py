@@ -1,7 +1,7 @@
 """On a rank's PYTHONPATH: it dies as it starts (DIE_RANK), or fails by itself when it gets SIGUSR1 (FAULT).
 
 A disk fails wherever a file below a folder of this name is read (BROKEN_DISK), or does not answer when one is to be
-brought to it (HANGING_DISK).
+brought to it (HANGING_DISK) or opened to be read (HANGING_READS).
 """
 
 import ctypes
@@ -54,6 +54,19 @@ def hang_disk(name):
     os.fsync = hanging_fsync
 
 
+def hang_reads(name):
+    open_file = os.open
+
+    def hanging_open(path, flags, *args, **named):
+        if f"/{name}/" in f"{path}/" and not flags & os.O_CREAT:
+            time.sleep(600)
+        return open_file(path, flags, *args, **named)
+
+    os.open = hanging_open
+
+
+if "RANK" in os.environ and "HANGING_READS" in os.environ:
+    hang_reads(os.environ["HANGING_READS"])
 if "RANK" in os.environ and "HANGING_DISK" in os.environ:
     hang_disk(os.environ["HANGING_DISK"])
 if "RANK" in os.environ and "BROKEN_DISK" in os.environ:

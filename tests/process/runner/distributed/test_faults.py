@@ -228,6 +228,19 @@ def test_disk_of_rank_0_that_does_not_answer_while_it_commits_ends_all_and_is_na
         wait_until_gone(pids, 60)
 
 
+@pytest.mark.parametrize(("name", "rank"), [(".lock", "0"), pytest.param("step-000002", r"\d", marks=pytest.mark.slow)])
+def test_disk_that_does_not_answer_as_a_save_begins_ends_all(
+    packed: Path, tmp_path: Path, name: str, rank: str
+) -> None:
+    """Where rank 0 looks whether the folder is still its own, and where all read the checkpoint before."""
+    saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "2")
+    with failing(packed, tmp_path, *saving, HANGING_READS=name) as run:
+        run.wait_for_step(2)
+        pids = run.ranks()
+        check_end(run, 5, f"rank {rank}, [^:]*", "checkpoint.stalled")
+        wait_until_gone(pids, 60)
+
+
 @pytest.mark.slow
 def test_disk_that_does_not_answer_ends_all_although_another_one_is_published_to(packed: Path, tmp_path: Path) -> None:
     saving = ("--checkpoint", str(tmp_path / "history"), "--checkpoint-every", "9")
