@@ -32,6 +32,7 @@ from runner.config.parallel_dims import is_sharded
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import LoadReport, Reading, stored_dtypes
@@ -188,14 +189,15 @@ def _begin(
         has_moments = training is not None and base is origin
         cache = local_cache_of(launched, base, options, mesh, world, has_moments=has_moments)
         hashes = options.digests == "foreground"
-        deferred = DeferredVerification(cache, is_needed=not hashes)
+        timer = StallTimer(options.timeout_s)
+        deferred = DeferredVerification(cache, timer, is_needed=not hashes)
         stored = StageLoader(
             origin=base,
             cache=cache,
             group=mesh.stage,
             is_broadcast=options.degrees.load == "broadcast",
             device=device,
-            how=Reading(num_threads=threads_for_ranks(world.local_size), hashes=hashes),
+            how=Reading(num_threads=threads_for_ranks(world.local_size), hashes=hashes, timer=timer),
             deferred=deferred,
         )
         check_divides(launched.shape, launched.config, mesh.degrees.tensor, mesh.degrees.expert)

@@ -164,7 +164,8 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
 
 def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.device, checks: Checks) -> None:
     """Take all steps, save, and evaluate; or stop at a signal with a checkpoint."""
-    options, saving, publishing = ready.options, StallTimer(), StallTimer()
+    options = ready.options
+    saving, publishing = StallTimer(options.timeout_s), StallTimer(options.timeout_s)
     with (
         _watchdog(ready, world, (saving, publishing, ready.deferred.timer)) as watchdog,
         _publisher(ready, publishing) as publisher,
@@ -297,7 +298,6 @@ def _watchdog(ready: Ready, world: World, saving: Sequence[StallTimer]) -> Watch
         step_timeout_s=ready.options.step_timeout_s,
         can_stop=ready.options.checkpoint is not None,
         saving=saving,
-        save_timeout_s=ready.options.timeout_s,
     )
 
 

@@ -6,48 +6,70 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from manifests.errors import UnreachableError
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.watchdog import StallTimer
+from runner.distributed.world import same_gpu
 
 T = TypeVar("T")
 _ROUND_S = 2.0
+_POLL_S = 0.2
 _SLICE_S = 0.002  # of processor time, between two looks at the cores
 _SHARE = 0.05  # of a core, while they are busy
 _LONGEST_PAUSE_S = 0.5
 
 
-def in_rounds(task: str, work: Callable[[threading.Event], T], group: dist.ProcessGroup | None = None) -> T:
+def in_rounds(
+    task: str,
+    work: Callable[[threading.Event], T],
+    group: dist.ProcessGroup | None = None,
+    timer: StallTimer | None = None,
+) -> T:
     """Run work that may take longer than the timeout between ranks on every rank of a group, and fail together.
 
     `work` runs in a thread while ranks exchange their progress, and must not run collectives. Once its event is set,
-    because another rank has failed, it should end early. When this returns or raises, it has ended on all ranks.
+    because another rank has failed, it should end early. When this returns or raises, it has ended on all ranks, unless
+    it is stalled by its `timer`, to which it beats.
 
     Raises:
         UserError: as `raise_on_all_ranks`, on all ranks, for the first failure.
+        UnreachableError: the work is stalled: its thread never ends, and only the process can.
     """
-    stop = threading.Event()
+    stop, is_stalled = threading.Event(), False
     failure: Exception | None = None
-    with ThreadPoolExecutor(1, thread_name_prefix=task) as pool:
-        working = pool.submit(work, stop)
-        try:
-            is_done = False
-            while not is_done:
-                wait((working,), timeout=_ROUND_S)
-                is_done = is_true_for_all(working.done(), group)
-                if failure is None:
-                    failure = _failure_of(working, task, group)
-                if failure is not None:
-                    stop.set()
-        finally:
-            stop.set()
+    pool = ThreadPoolExecutor(1, thread_name_prefix=task, initializer=same_gpu())
+    working = pool.submit(work, stop)
+    try:
+        is_done = False
+        while not is_done:
+            wait((working,), timeout=_ROUND_S)
+            is_stalled = timer is not None and timer.is_stalled and not working.done()
+            is_done = is_true_for_all(is_stalled or working.done(), group)
+            if failure is None:
+                failure = _failure_of(working, task, group, is_stalled=is_stalled)
+            if failure is not None:
+                stop.set()
+    finally:
+        stop.set()
+        pool.shutdown(wait=not is_stalled)
     if failure is not None:
         raise failure
     return working.result()
+
+
+def result_of(running: Future[T], stop: threading.Event) -> T:
+    """Return the result of what another thread runs; do not wait for it once the event is set."""
+    while not (running.done() or stop.is_set()):
+        wait((running,), timeout=_POLL_S)
+    if not running.done():
+        raise CancelledError
+    return running.result()
 
 
 def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool:
@@ -55,10 +77,16 @@ def is_true_for_all(value: bool, group: dist.ProcessGroup | None = None) -> bool
     return all(from_all_ranks(value, group))
 
 
-def _failure_of(working: Future[T], task: str, group: dist.ProcessGroup | None) -> Exception | None:
+def _failure_of(
+    working: Future[T], task: str, group: dist.ProcessGroup | None, *, is_stalled: bool
+) -> Exception | None:
     """Return the failure of any rank so far; on a rank with a bug, that bug."""
     try:
         with raise_on_all_ranks(task, group):
+            if is_stalled:
+                problem = "made no progress for --timeout seconds: a disk, mount or store does not answer"
+                hint = "check the disks and mounts of this rank's node; raise --timeout if they are only slow"
+                raise UnreachableError(task, problem, hint, code="store.stalled")
             if working.done():
                 working.result()
     except Exception as error:

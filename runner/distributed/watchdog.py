@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, MutableMapping, Sequence
+from concurrent.futures import CancelledError
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
@@ -57,7 +58,8 @@ class StoppedError(UserError):
 class StallTimer:
     """Measures how long another thread has made no progress: a disk that does not answer never raises."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: float = math.inf) -> None:
+        self._limit_s = limit_s
         self._last_s: float | None = None  # None: no work is under way
 
     @contextlib.contextmanager
@@ -69,9 +71,15 @@ class StallTimer:
         finally:
             self._last_s = None
 
-    def beat(self) -> None:
-        """Note that there was progress."""
+    def beat(self, stop: threading.Event | None = None) -> None:
+        """Note that there was progress.
+
+        Raises:
+            CancelledError: `stop` is set: there should be no more.
+        """
         self._last_s = time.monotonic()
+        if stop is not None and stop.is_set():
+            raise CancelledError
 
     @property
     def stalled_s(self) -> float:
@@ -79,21 +87,26 @@ class StallTimer:
         last_s = self._last_s
         return 0.0 if last_s is None else time.monotonic() - last_s
 
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the last progress was longer ago than the limit."""
+        return self.stalled_s > self._limit_s
+
 
 class Watchdog:
     """Watches over one rank while the context is entered, by its main thread.
 
     With `can_stop`, signals set `is_asked_to_stop` instead of ending the process. A rank that waits for its checkpoint,
-    or until what it loaded is verified, exits when one of `saving` has made no progress for `save_timeout_s`.
+    or until what it loaded is verified, exits when one of `saving` is stalled.
     """
 
     def __init__(
         self, log_dir: Path, rank: int, stages: Sequence[int], *, step_timeout_s: float, can_stop: bool,
-        saving: Sequence[StallTimer] = (), save_timeout_s: float = math.inf,
+        saving: Sequence[StallTimer] = (),
     ) -> None:  # fmt: skip
         self._log_dir, self._rank, self._stages, self._host = log_dir, rank, tuple(stages), socket.gethostname()
         self._step_timeout_s, self._can_stop = step_timeout_s, can_stop
-        self._saving, self._save_timeout_s = tuple(saving), save_timeout_s
+        self._saving = tuple(saving)
         self.is_asked_to_stop = False
         self._terminated_s: float | None = None
         self._step, self._phase, self._last_s = 0, "begin", time.monotonic()
@@ -161,8 +174,8 @@ class Watchdog:
             if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
                 self._write()
             if self._phase != "train":
-                stalled_s = max((timer.stalled_s for timer in self._saving), default=0.0)
-                if stalled_s > self._save_timeout_s:
+                stalled_s = max((timer.stalled_s for timer in self._saving if timer.is_stalled), default=0.0)
+                if stalled_s:
                     why = f"no progress in saving or verifying for {stalled_s:.0f} s: a disk or bucket does not answer"
                     self._end(why, kind="failed", error_code="checkpoint.stalled")
                 continue

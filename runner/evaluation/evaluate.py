@@ -7,6 +7,7 @@ import logging
 import math
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -26,10 +27,12 @@ from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rank_process import run_rank
+from runner.distributed.rounds import in_rounds
+from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import World, check_reachable, device_of, join_world
 from runner.evaluation.options import EvalOptions, parse_eval
 from runner.evaluation.scores import Recorded, Scores, TokenLosses, writing_scores
-from runner.load.load import load_tensors
+from runner.load.load import LoadReport, Reading, load_tensors
 from runner.load.local_cache import check_same_manifest
 from runner.models import Family, family_of
 from runner.parallel.mesh import Mesh, build_mesh
@@ -235,7 +238,14 @@ def read_model(
         for chunk in chunks:
             materialize(chunk, device=device, dtype=dtype)
         weights = [piece for chunk in chunks for piece in (*hf_pieces(chunk), *hf_constants(chunk))]
-        report = load_tensors(weights, Bundles(manifest, packed.root), packed.shape, num_ranks=world.local_size)
+    timer = StallTimer(options.timeout_s)
+
+    def load(stop: threading.Event) -> LoadReport:
+        how = Reading(stop=stop, timer=timer)
+        return load_tensors(weights, Bundles(manifest, packed.root), packed.shape, num_ranks=world.local_size, how=how)
+
+    report = in_rounds("load", load, timer=timer)
+    with raise_on_all_ranks("load"):
         check_loaded(manifest.ties, chunks)
         if options.hidden_states is not None:
             scores.watch(chunks, options.hidden_states)

@@ -13,15 +13,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError, UserError
-from runner.distributed.rounds import in_rounds, run_beside_training
+from runner.distributed.rounds import in_rounds, result_of, run_beside_training
 from runner.distributed.watchdog import StallTimer
 from runner.load.local_cache import LocalCache
 from runner.load.verify_parts import ToVerify, verify_whole
@@ -29,7 +30,6 @@ from runner.rundir.exit_report import rank_label
 
 logger = logging.getLogger("runner")
 
-_POLL_S = 0.2
 # What damaged weights may cause before they are found to be damaged; all ranks raise these alike.
 _SYMPTOMS = ("rank.not-finite", "rank.tied-weights-differ", "shard.tied-weights-differ")
 
@@ -40,12 +40,12 @@ class DeferredVerification:
     Used as a context manager, it ends its thread when the context is left.
     """
 
-    def __init__(self, cache: LocalCache | None = None, *, is_needed: bool) -> None:
+    def __init__(self, cache: LocalCache | None = None, timer: StallTimer | None = None, *, is_needed: bool) -> None:
         self._cache, self._tensors = cache, list[ToVerify]()
         self._is_finished, self._ended = not is_needed, threading.Event()
         self._is_awaited = threading.Event()
         self._running: Future[None] | None = None
-        self.timer = StallTimer()
+        self.timer = timer or StallTimer()
         self.older: Sequence[Path] = ()  # checkpoints that the run could resume from instead, the newest first
 
     def __enter__(self) -> DeferredVerification:
@@ -78,7 +78,8 @@ class DeferredVerification:
         self.start()
         self._is_awaited.set()
         try:
-            in_rounds("load", self._wait)
+            assert self._running is not None, "it was started"
+            in_rounds("load", partial(result_of, self._running))
         except InputError as error:
             is_repaired = self._cache is not None and self._cache.repair()
             if is_repaired or not self.older or isinstance(error, UnreachableError):
@@ -110,10 +111,3 @@ class DeferredVerification:
                         raise CancelledError
                     yield
                     self.timer.beat()
-
-    def _wait(self, stop: threading.Event) -> None:
-        assert self._running is not None, "it was started"
-        while not stop.is_set() and not self._running.done():
-            wait((self._running,), timeout=_POLL_S)
-        if not stop.is_set():
-            self._running.result()

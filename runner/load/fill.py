@@ -28,8 +28,8 @@ def fill(
     region: Slice,
     hasher: Hasher | None,
     blocks: PinnedBlocks,
-) -> None:
-    """Read a region of a tensor, stored as `dtype` from `position` on, and update `hasher` with its bytes.
+) -> Iterator[None]:
+    """Read a region of a tensor, stored as `dtype` from `position` on, block by block; update `hasher` with its bytes.
 
     Bytes are read directly into the target where it is on the CPU, contiguous and of the same dtype, and elsewhere
     through `blocks`: copies have finished when those are finished.
@@ -52,6 +52,7 @@ def fill(
                 read = read.narrow(dim, begin, rows.shape[dim])
             rows.copy_(read, non_blocking=True)
             blocks.sent()
+        yield
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -6,8 +6,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import groupby
 
 import torch
@@ -19,8 +19,9 @@ from manifests.models import ModelShape, module_of
 from manifests.schema import WEIGHTS, Holds, Stage
 from manifests.slices import Slice
 from runner.bundle.verified_read import check_digest
+from runner.distributed.watchdog import StallTimer
 from runner.load.fill import PinnedBlocks, fill, intersect, ranges_of
-from runner.load.verify_parts import PartRead, share_parts, verify_parts
+from runner.load.verify_parts import PartRead, ToVerify, share_parts, verify_parts
 from runner.tensors.local_shard import STORED_DTYPES, Piece, readable_as
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import Bundles, TensorAt, join_slices
@@ -47,11 +48,12 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """How a rank reads: with so many threads, whether it hashes what it reads, and what stops it."""
+    """How a rank reads: with so many threads, whether it hashes what it reads, what stops it, and its progress."""
 
     num_threads: int = 2
     hashes: bool = True
     stop: threading.Event | None = None
+    timer: StallTimer = field(default_factory=StallTimer)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,20 +87,25 @@ class Read:
 
 
 def load_tensors(
-    pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, holds: Holds = WEIGHTS, num_ranks: int = 1
+    pieces: Iterable[Piece],
+    bundles: Bundles,
+    shape: ModelShape,
+    holds: Holds = WEIGHTS,
+    num_ranks: int = 1,
+    how: Reading = Reading(),
 ) -> LoadReport:
     """Read weights, or one kind of optimizer state, into a rank's pieces, in place, and verify them by digests.
 
     It runs no collectives, and opens only files of the stages that store these FQNs, whichever stages this rank trains.
     If a rank has part of a tensor, only that part is read, from whatever slices are stored, and the tensor once more,
     whole, to verify it. Other floating dtypes are cast. A tied replica that is not stored gets the bytes of its owner.
-    `num_ranks` processes of this machine load at the same time, and share its cores.
+    `num_ranks` processes of this machine load at the same time, and share its cores, whatever threads `how` has.
 
     Shapes: as stored; see `manifests.models`.
     """
-    started_s, how = time.perf_counter(), Reading(num_threads=threads_for_ranks(num_ranks))
+    started_s, how = time.perf_counter(), replace(how, num_threads=threads_for_ranks(num_ranks))
     report, parts = read_planned(plan_reads(pieces, bundles, shape, holds), how)
-    verified_nbytes = verify_parts(share_parts(parts), how.num_threads)
+    verified_nbytes = verify_planned(share_parts(parts), how)
     return replace(report, verified_nbytes=verified_nbytes, load_s=time.perf_counter() - started_s)
 
 
@@ -111,7 +118,8 @@ def read_planned(planned: Iterable[Read], how: Reading) -> tuple[LoadReport, lis
         key = read.at.file, read.at.begin, read.region
         reads.setdefault(key, read)
         wanted[key].append(read.into)
-    parts = read_all(list(reads.values()), how)
+    with how.timer.working():
+        parts = read_all(list(reads.values()), how)
     for first, *others in wanted.values():
         for other in others:
             other.memory.copy_(first.memory)
@@ -123,6 +131,12 @@ def read_planned(planned: Iterable[Read], how: Reading) -> tuple[LoadReport, lis
         num_unverified=count_unverified(reads.values()),
     )
     return report, parts
+
+
+def verify_planned(tensors: Sequence[ToVerify], how: Reading) -> int:
+    """Read tensors whole as `verify_parts` does, until `how` stops it, while its timer measures the progress."""
+    with how.timer.working():
+        return verify_parts(tensors, how.num_threads, partial(how.timer.beat, how.stop))
 
 
 def count_unverified(reads: Iterable[Read]) -> int:
@@ -176,7 +190,7 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
             torch.cuda.set_device(device)  # see `same_gpu`
         blocks = PinnedBlocks(device)
         while not stop.is_set() and (run := take()) is not None:
-            parts.extend(_fill_run(run, blocks, stop, hashes=how.hashes))
+            parts.extend(_fill_run(run, blocks, stop, how))
 
     most = _MOST_TO_GPU if device.type == "cuda" else len(runs)
     share_out(runs, fill_runs, min(how.num_threads, len(runs), most), how.stop)
@@ -251,14 +265,14 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
         yield from split_by_size(of_file, lambda read: read.nbytes, _RUN_NBYTES)
 
 
-def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, *, hashes: bool) -> list[PartRead]:
+def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, how: Reading) -> list[PartRead]:
     reader = run[0].at.file.open(merge_ranges(byte_range for read in run for byte_range in read.ranges))
     parts = []
     try:
         for read in run:
             if stop.is_set():
                 break
-            digest = _fill(read, reader, blocks, hashes=hashes)
+            digest = _fill(read, reader, blocks, how)
             if digest is None or not read.is_whole:
                 parts.append(PartRead(at=read.at, region=read.region, digest=digest))
     finally:
@@ -267,11 +281,12 @@ def _fill_run(run: Sequence[Read], blocks: PinnedBlocks, stop: threading.Event, 
     return parts
 
 
-def _fill(read: Read, reader: Reader, blocks: PinnedBlocks, *, hashes: bool) -> str | None:
+def _fill(read: Read, reader: Reader, blocks: PinnedBlocks, how: Reading) -> str | None:
     """Fill a piece, and return the hex digest of its bytes, if they are hashed; that of a whole tensor is compared."""
     at = read.at
-    hasher = Hasher() if hashes and at.blake3 is not None else None
-    fill(read.into.memory, STORED_DTYPES[at.dtype], reader, at.begin, read.region, hasher, blocks)
+    hasher = Hasher() if how.hashes and at.blake3 is not None else None
+    for _ in fill(read.into.memory, STORED_DTYPES[at.dtype], reader, at.begin, read.region, hasher, blocks):
+        how.timer.beat(how.stop)
     if hasher is None:
         return None
     digest: str = hasher.hexdigest()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,20 @@ from manifests.safetensors import nbytes_of
 from manifests.schema import Holds
 from runner.bundle.packed import Packed
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.rounds import in_rounds, result_of
 from runner.load.deferred import DeferredVerification
-from runner.load.load import LoadReport, Read, Reading, count_unverified, plan_reads, read_all, read_planned
+from runner.load.load import (
+    LoadReport,
+    Read,
+    Reading,
+    count_unverified,
+    plan_reads,
+    read_all,
+    read_planned,
+    verify_planned,
+)
 from runner.load.local_cache import LocalCache
-from runner.load.verify_parts import PartRead, choose_readers, share_parts, verify_parts
+from runner.load.verify_parts import PartRead, ToVerify, choose_readers, share_parts
 from runner.tensors.local_shard import STORED_DTYPES, Piece
 from stores.bundles import Bundles
 
@@ -84,22 +95,29 @@ class StageLoader:
         with raise_on_all_ranks("load"):
             reads = plan_reads(pieces, self._bundles, self.origin.shape, holds) if pending is None else pending
         if not self.is_broadcast or self.group is None:
-            with raise_on_all_ranks("load"):
-                report, parts = reads.result() if isinstance(reads, Future) else read_planned(reads, self.how)
+            report, parts = in_rounds("load", partial(self._read, reads), timer=self.how.timer)
             shared = share_parts(parts, self.group)
             if not self.how.hashes:
                 self.deferred.add(shared)
                 return report
-            with raise_on_all_ranks("load"):
-                started_s = time.perf_counter()
-                verified_nbytes = verify_parts(shared, self.how.num_threads)
-                load_s = report.load_s + time.perf_counter() - started_s
-                return replace(report, verified_nbytes=verified_nbytes, load_s=load_s)
+            started_s = time.perf_counter()
+            verify = partial(self._verify, shared)
+            verified_nbytes = in_rounds("load", verify, timer=self.how.timer)
+            load_s = report.load_s + time.perf_counter() - started_s
+            return replace(report, verified_nbytes=verified_nbytes, load_s=load_s)
         assert isinstance(reads, list)
         with raise_on_all_ranks("load"):  # the ranks of a stage fail as one, and then the others
             report, unverified = read_for_all(reads, self.group, self.device, self.how)
         self.deferred.add(share_parts(unverified))
         return report
+
+    def _read(self, reads: PendingRead, stop: threading.Event) -> tuple[LoadReport, list[PartRead]]:
+        if isinstance(reads, Future):
+            return result_of(reads, stop)
+        return read_planned(reads, replace(self.how, stop=stop))
+
+    def _verify(self, tensors: Sequence[ToVerify], stop: threading.Event) -> int:
+        return verify_planned(tensors, replace(self.how, stop=stop))
 
     @property
     def _bundles(self) -> Bundles:

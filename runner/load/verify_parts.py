@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -75,12 +75,12 @@ def share_parts(parts: Sequence[PartRead], group: dist.ProcessGroup | None = Non
     ]
 
 
-def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2) -> int:
-    """Read tensors whole, and return the bytes read."""
+def verify_parts(tensors: Sequence[ToVerify], num_threads: int = 2, beat: Callable[[], None] = lambda: None) -> int:
+    """Read tensors whole, and return the bytes read; `beat` is called after each block, and may raise."""
 
     def verify(tensor: ToVerify, stop: threading.Event) -> None:
         for _ in verify_whole(tensor):
-            pass
+            beat()
 
     for_each(tensors, verify, num_threads)
     return sum(tensor.at.nbytes for tensor in tensors)

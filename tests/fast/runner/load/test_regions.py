@@ -66,7 +66,8 @@ def test_box_is_filled_from_its_own_bytes(region: Slice, dtype: torch.dtype, is_
     tensor, memory = stored(region.whole_shape)
     target = torch.empty(region.shape[::-1] if is_turned else region.shape, dtype=dtype)
     target = target.permute(tuple(reversed(range(target.dim())))) if is_turned else target
-    fill(target, torch.float32, memory, POSITION, region, None, PinnedBlocks(target.device))
+    for _ in fill(target, torch.float32, memory, POSITION, region, None, PinnedBlocks(target.device)):
+        pass
     assert target.equal(cut(tensor, region).to(dtype))
     ends = [begin + length for begin, length in memory.read]
     assert all(begin >= end for (begin, _), end in zip(memory.read[1:], ends, strict=False))  # no byte twice
