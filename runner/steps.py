@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +27,7 @@ from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
 from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds
-from runner.distributed.watchdog import Watchdog
+from runner.distributed.watchdog import StallTimer, Watchdog
 from runner.evaluation.evaluate import cut_as, mean_loss
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
@@ -237,8 +238,16 @@ def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:
             logger.info("note: --data is less text than one step reads: every step repeats it")
         if found is not None:
             check_alike(options.data, found, shared)
+    timer = StallTimer(options.timeout_s)
+
+    def open_data(stop: threading.Event) -> Callable[[], _Feed]:
+        if found is None:
+            return _Feed
+        with timer.working():
+            return _open(ready, shared, group, partial(timer.beat, stop))
+
     # Files whose lines are shuffled are read once to find them, which may take longer than --timeout.
-    start = in_rounds("data", lambda _: _Feed if found is None else _open(ready, shared, group))
+    start = in_rounds("data", open_data, timer=timer)
     feed = start()
     num_tokens = ready.training.num_tokens if ready.training else 0
     return feed, remember(
@@ -270,7 +279,9 @@ def _readers(ready: Ready) -> list[int]:
     return sorted(ranks[end] for ranks in ready.mesh.pipelines for end in ends)
 
 
-def _open(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> Callable[[], _Feed]:
+def _open(
+    ready: Ready, found: FoundData, group: dist.ProcessGroup | None, beat: Callable[[], None]
+) -> Callable[[], _Feed]:
     """Open the data; return a function that reads this rank's rows of all remaining batches ahead, with the group."""
     if ready.options.data.dataset is not None:
         state = read_state(ready.origin) if found.position.num_sequences > 0 else None
@@ -288,6 +299,7 @@ def _open(ready: Ready, found: FoundData, group: dist.ProcessGroup | None) -> Ca
         rows=ready.rows,
         shared=shared,
         form=ready.engine.form,
+        beat=beat,
     )
     return lambda: _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
 

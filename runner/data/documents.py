@@ -5,8 +5,9 @@ Shuffling and sampling have no state: they are pure functions, the same on every
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -29,6 +30,7 @@ from runner.data.files import (
 from runner.data.parquet import group_sizes, read_group
 from runner.data.rows import Fields, RowForm, fields_of
 
+_NUM_LINES = 256  # read between two beats
 _NUM_ROUNDS = 6
 _LEAST_HALF = 4  # bits: in a smaller domain, some permutations would be much more frequent than others
 
@@ -52,17 +54,20 @@ class DocumentSource(Protocol):
         """Yield the documents of the item at a position, from the position's offset on."""
 
 
-def open_sources(data: DataOptions, row: RowForm | None = None) -> tuple[DocumentSource, ...]:
+def open_sources(
+    data: DataOptions, row: RowForm | None = None, beat: Callable[[], None] = lambda: None
+) -> tuple[DocumentSource, ...]:
     """Open the sources to draw documents from: each by itself if they have weights, otherwise all as one.
 
-    `row` is the form of their rows, if they are rows of token ids.
+    `row` is the form of their rows, if they are rows of token ids. `beat` is called as files are read, and may raise.
     """
     sources: list[DocumentSource] = []
     fields = fields_of(data, row)
     for number, names in enumerate(data.groups):
         files, name = find_files(names), ", ".join(names)
         if data.shuffle:
-            sources.append(_Shuffled(name, files, fields, (data.seed, number)))
+            items = [_items_in(file, beat) for file in files]
+            sources.append(_Shuffled(name, files, items, fields, (data.seed, number)))
         else:
             sources.append(_InOrder(name, files, fields))
     return tuple(sources)
@@ -88,10 +93,11 @@ class _Shuffled:
     with the item's number appended to the key.
     """
 
-    def __init__(self, name: str, files: Sequence[Path], fields: Fields, key: tuple[int, ...]) -> None:
+    def __init__(
+        self, name: str, files: Sequence[Path], items: Sequence[Sequence[int]], fields: Fields, key: tuple[int, ...]
+    ) -> None:
         self.name = name
-        self._files, self._fields, self._key = files, fields, key
-        self._items = tuple(_items_in(file) for file in files)
+        self._files, self._items, self._fields, self._key = files, items, fields, key
         self._ends = list(accumulate(map(len, self._items)))
         self.num_items = self._ends[-1]
 
@@ -157,10 +163,16 @@ def _at(position: SourcePosition, offset: int) -> SourcePosition:
     return SourcePosition(epoch=position.epoch, item=position.item, offset=offset)
 
 
-def _items_in(file: Path) -> Sequence[int]:
+def _items_in(file: Path, beat: Callable[[], None]) -> Sequence[int]:
     """Return the items of a file: the offset of each line, the number of rows of each row group, or one item."""
+    beat()
     if file.suffix == LINES:
-        return line_offsets(file)
+        offsets = array("Q")  # 8 bytes each
+        for offset in line_offsets(file):
+            offsets.append(offset)
+            if len(offsets) % _NUM_LINES == 0:
+                beat()
+        return offsets
     return group_sizes(file) if file.suffix == ROWS else (0,)
 
 

@@ -9,7 +9,6 @@ import codecs
 import glob
 import json
 import os
-from array import array
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -108,14 +107,10 @@ def _has_line(file: Path, fields: Fields) -> bool:
     return False
 
 
-def line_offsets(file: Path) -> array[int]:
-    """Return the offsets of the non-blank lines of a `.jsonl` file, 8 bytes each."""
-    offsets = array("Q")
+def line_offsets(file: Path) -> Iterator[int]:
+    """Yield the offsets of the non-blank lines of a `.jsonl` file."""
     with _open(file, _SCAN_NBYTES) as stream:
-        for offset, _, line in _lines(stream, 0, _SCAN_NBYTES):
-            if not line.isspace():
-                offsets.append(offset)
-    return offsets
+        yield from (offset for offset, _, line in _lines(stream, 0, _SCAN_NBYTES) if not line.isspace())
 
 
 def file_nbytes(file: Path) -> int:

@@ -97,13 +97,15 @@ def read_batches(
     rows: Rows = WHOLE_BATCH,
     shared: SharedReading | None = None,
     form: RowForm | None = None,
+    beat: Callable[[], None] = lambda: None,
 ) -> Iterator[Batch]:
     """Yield these rows of batches without end; the first begins with sequence number `start`, which is at the cursor.
 
     The same options always yield the same sequences. Each batch has the cursor of the next one; without a cursor,
     everything before `start` is read. The tokenizer is in `folder`; `synthetic` needs neither. `skipped` counts invalid
     documents, starting from those before the cursor; a batch's cursor has the count up to it. `form` has the fields of
-    rows that the loss reads. With `shared`, ranks read together, and only the first one counts and reports.
+    rows that the loss reads. With `shared`, ranks read together, and only the first one counts and reports. `beat` is
+    called while files are opened, before this returns.
     """
     if data.sources == (SYNTHETIC,):
         return _synthetic(data.seed, vocab_size, batch, start, rows)
@@ -111,7 +113,7 @@ def read_batches(
     if shared is not None and not shared.is_first:
         selections = shared.follow(vocabulary, rows)
     else:
-        sources = _sources(data, batch, vocab_size, form)
+        sources = _sources(data, batch, vocab_size, form, beat)
         documents = draw_documents(
             data, sources, vocabulary, cursor or first_cursor(len(sources)),
             is_endless=True, skipped=_counted(data, skipped), tokenize=shared or tokenize_alone,
@@ -228,11 +230,15 @@ def _vocabulary(data: DataOptions, folder: Path, vocab_size: int) -> Vocabulary 
 
 
 def _sources(
-    data: DataOptions, batch: BatchOptions, vocab_size: int, form: RowForm | None
+    data: DataOptions,
+    batch: BatchOptions,
+    vocab_size: int,
+    form: RowForm | None,
+    beat: Callable[[], None] = lambda: None,
 ) -> tuple[DocumentSource, ...]:
     row = form or RowForm()
     row = replace(row, seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
-    return open_sources(data, row if data.is_tokenized else None)
+    return open_sources(data, row if data.is_tokenized else None, beat)
 
 
 def _counted(data: DataOptions, skipped: Skipped | None) -> Skipped | None:

@@ -1,23 +1,34 @@
-"""What a step is timed with, and what it is not."""
+"""What a step is timed with, and what it is not; data that cannot be opened."""
 
 from __future__ import annotations
 
+import builtins
 import json
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
+from manifests.errors import UnreachableError
 from manifests.placement import Placement
+from runner.bundle.packed import open_packed
+from runner.checkpoint.resume import Origin
 from runner.config.flags import parse_training
+from runner.distributed.world import World
 from runner.metrics.metrics import Metrics
 from runner.metrics.sinks import JsonLines
 from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Clock, Recorder, RunShape, Tracer, trace_path
-from runner.steps import _Feed, _Steps
+from runner.setup import begin
+from runner.steps import _Feed, _open_feed, _Steps
 from runner.training.step import StepReport
+from stores.open import open_manifest
+from tests.builders import pack
+from tests.fast.runner.tiny import save_model
 
 NUM_ACTIONS = 20_000  # whose trace takes much longer to write than all else
 
@@ -51,3 +62,26 @@ def test_writing_a_trace_is_no_part_of_the_step_that_it_is_of(tmp_path: Path) ->
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert len(json.loads(trace_path(tmp_path, 0).read_text())["traceEvents"]) > NUM_ACTIONS
     assert line["step_s"] - (ended_s - started_s) < (reported_s - ended_s) / 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_disk_of_data_that_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=1)
+    launched = open_packed(open_manifest(pack(tmp_path / "model", tmp_path / "packed", "pp=1")))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    flags = ["--data", str(rows), "--tokenized", "--shuffle", "--timeout", "1", "--no-self-check", "--log-dir"]
+    options, world = parse_training([*flags, str(tmp_path / "log")]), World(rank=0, local_rank=0, size=1)
+    ready = begin(launched, (Origin(launched.root),), options, world, torch.device("cpu"))
+    answered, opened = threading.Event(), builtins.open
+
+    def hang(file: Any, *args: Any, **named: Any) -> Any:
+        if file == rows:
+            answered.wait(60)
+        return opened(file, *args, **named)
+
+    monkeypatch.setattr(builtins, "open", hang)
+    with pytest.raises(UnreachableError) as caught:
+        _open_feed(ready)
+    assert (caught.value.code, answered.is_set()) == ("store.stalled", False)
+    answered.set()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.documents import draw, shuffled
+from runner.config.flags import parse_training
+from runner.data.documents import draw, open_sources, shuffled
 
 KEYS = st.lists(st.integers(0, 2**40), max_size=4)
 
@@ -76,3 +79,11 @@ def test_draw_is_the_one_that_is_defined(weights: list[float], seed: int) -> Non
         assert draw(weights, seed, number) == next(
             place for place in range(len(weights)) if point < sum(weights[: place + 1])
         )
+
+
+def test_lines_are_found_with_a_beat_for_some_of_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(1000 * '{"text": "a"}\n')
+    beats: list[float] = []
+    data = parse_training(["--data", str(tmp_path), "--shuffle"]).data
+    (source,) = open_sources(data, beat=lambda: beats.append(time.monotonic()))
+    assert (source.num_items, len(beats) > 3) == (1000, True)
