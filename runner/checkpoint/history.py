@@ -179,8 +179,8 @@ def _remove_left(history: Path, names: re.Pattern[str]) -> None:
         folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
     for path in folders:
         if names.fullmatch(path.name):
-            check_ours(path, _owned)
             try:
+                check_ours(path, _owned)
                 remove_tree(path)
             except OSError as error:
                 logger.warning("%s: left by an earlier save, cannot be removed: %s", path, error.strerror)

@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -280,6 +281,23 @@ def test_disk_that_fails_under_a_removal_is_not_bad_input(
     with pytest.raises(UnreachableError) as error:
         prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert (error.value.code, error.value.where) == ("checkpoint.not-pruned", str(tmp_path / "step-000010"))
+
+
+def test_disk_that_fails_under_what_an_earlier_removal_left_ends_no_run(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 20)
+    removed, scandir = tmp_path / ".step-000010.removed", os.scandir
+    removed.mkdir()
+
+    def failing(path: Any) -> Any:
+        if str(path) == str(removed):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", failing)
+    prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert names_in(tmp_path) == [removed.name, "step-000020"]
 
 
 def test_disk_that_fails_while_the_newest_is_read_back_ends_no_run(
