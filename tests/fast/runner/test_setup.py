@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from manifests.errors import InputError, ModelError, OutputError
+from manifests.errors import InputError, ModelError, OutputError, UsageError
 from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
@@ -25,11 +25,13 @@ from runner.setup import Ready, begin
 from runner.tensors.local_shard import whole_pieces
 from stores.open import open_manifest
 from tests.builders import pack
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import save_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 LIMIT_S = 60
+GROUPS = '[[group]]\nalgorithm = "muon"\npatterns = ["*.experts.0.*"]\n[[group]]\nalgorithm = "adamw"'
 
 
 @pytest.fixture
@@ -85,6 +87,17 @@ def test_reading_that_is_stopped_reads_nothing_more(packed: Path) -> None:
     stop.set()
     read_all(plan_reads(whole_pieces(empty), opened.bundles, opened.shape), Reading(stop=stop))
     assert not any(tensor.any() for tensor in empty.values())
+
+
+def test_rank_with_a_weight_that_is_in_two_parameter_groups_is_named(packed: Path) -> None:
+    folder = packed.parent
+    save_tiny(folder / "moe", "Qwen3MoeForCausalLM")
+    (folder / "groups.toml").write_text(GROUPS)
+    flags = ("--no-self-check", "--optimizer", str(folder / "groups.toml"))
+    with pytest.raises(UsageError) as error:
+        start(pack(folder / "moe", folder / "experts", "pp=1"), flags=flags)
+    assert error.value.code == "options.optimizer-pattern"
+    assert error.value.where.startswith("rank 0: --optimizer: ")
 
 
 def test_node_without_room_for_the_newest_checkpoint_does_not_start_from_an_older_one(
