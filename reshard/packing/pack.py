@@ -215,11 +215,11 @@ def _after(nbytes: int, progress: Progress) -> Progress:
 
 def _pack_and_push(prepared: PreparedPack, address: HubAddress, progress: Progress | None) -> PackResult:
     """Pack to a folder below HF_HOME, push that, and remove it."""
-    from reshard.packing.push import check_free, push_folder, staged  # the hub's client
+    from reshard.packing.push import check_free, push_staged  # the hub's client
+    from stores.hub.upload import staging_folder
 
-    force = prepared.options.force
+    force, folder = prepared.options.force, staging_folder(address)
     check_free(address, force=force)
-    with staged(address) as folder:
-        done = prepared.into(folder).run(progress)
-        push_folder(folder, address, force=force)
+    done = prepared.into(folder).run(progress)
+    push_staged(folder, address, force=force)
     return replace(done, out=prepared.options.out)

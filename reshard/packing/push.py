@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from stores.address import SCHEME, HubAddress, is_url, parse_hub_address
 from stores.base import Folder, read_whole
 from stores.folders.owned import files_in
 from stores.hub.store import HubFolder
-from stores.hub.upload import HubUpload, has_last, open_upload, staging_folder
+from stores.hub.upload import HubUpload, has_last, open_upload
 from stores.local import LocalFolder
 from stores.open import ReadManifest, open_manifest
 
@@ -147,18 +147,13 @@ def _check_nothing_lost(upload: HubUpload, names: Collection[str], force: bool) 
         raise OutputError(str(upload.address), problem, hint, code="output.exists")
 
 
-@contextmanager
-def staged(address: HubAddress) -> Iterator[Path]:
-    """Yield a folder to pack into before the pack is pushed; it stays if that fails, to be pushed from there."""
-    folder = staging_folder(address)
-    folder.parent.mkdir(parents=True, exist_ok=True)
+def push_staged(folder: Path, address: HubAddress, *, force: bool) -> None:
+    """Push a folder that was packed for that alone, and remove it; it stays if that fails, to be pushed from there."""
     try:
-        yield folder
+        push_folder(folder, address, force=force)
     except UserError as error:
-        if (folder / MANIFEST_NAME).exists():
-            hint = f"the packed model is in {folder}; to continue: reshard push {folder} {address}"
-            raise error.changed(hint=f"{error.hint}; {hint}" if error.hint else hint) from error
-        raise
+        hint = f"the packed model is in {folder}; to continue: reshard push {folder} {address}"
+        raise error.changed(hint=f"{error.hint}; {hint}" if error.hint else hint) from error
     shutil.rmtree(folder)
 
 

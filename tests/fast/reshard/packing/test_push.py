@@ -314,6 +314,15 @@ def test_pack_to_the_hub_is_the_pack_of_the_folder(hub: Hub, packed: Path, tmp_p
     assert refusal("pack", source, "--layout", "pp=2", "--virtual", "--out", place).found[:2] == (2, "options.conflict")
 
 
+def test_pack_that_fails_does_not_offer_to_push_the_model_before_it(hub: Hub, packed: Path, tmp_path: Path) -> None:
+    place, damaged = f"hf://{NAME}", pack(tmp_path, hidden_size=32)
+    hub.fail("/commit/", method="POST", status=400, body=b"{}")
+    assert "reshard push" in refusal("pack", packed.parent / "source", "--layout", "pp=2", "--out", place).text
+    (damaged / SHARD).write_bytes((damaged / SHARD).read_bytes()[:-1] + b"x")
+    error = refusal("pack", damaged, "--layout", "pp=1", "--out", place)
+    assert (error.found[1], "reshard push" in error.text) == ("shard.digest-mismatch", False)
+
+
 def test_packs_to_branches_of_similar_names_are_kept_apart(hub: Hub, packed: Path) -> None:
     """Otherwise the command in the first error would push the second model."""
     folders = []
