@@ -1,8 +1,8 @@
 """A pack in parts on a cluster: jobs that each pack a part, and a commit of all of them.
 
 Slurm runs a job array of the parts, and a commit that depends on all of them. Kubernetes runs an indexed Job, each of
-whose pods packs a part; the first one waits for the records of all parts, and commits. A pod that is lost is started
-again, at most `_NUM_RETRIES` times for each part; then the Job fails.
+whose pods packs a part; the first one waits for the records of all parts, and commits. A pod that is lost, or whose
+store was away, is started again, at most `_NUM_RETRIES` times for each part; then the Job fails.
 
 Source: batch/v1 Job, "Job completion mode", "Backoff limit per index" (1.33) and "Pod failure policy" in Kubernetes'
 documentation.
@@ -42,7 +42,7 @@ _RESERVED = ("--array", "-a", "--wrap", "--requeue", "--no-requeue", "--open-mod
 _PACK, _COMMIT = "reshard-pack", "reshard-commit"  # names of jobs
 _CONTAINER = "reshard"
 _NUM_RETRIES = 3  # of each part
-_MISTAKES = [1, 2, 3, 4]  # exit codes that another attempt would end with, too
+_MISTAKES = [1, 2, 4]  # exit codes that another attempt would end with, too; 3 may be of a store that was away
 # The shell is the pod's first process, the only one that gets SIGTERM at an eviction, and passes it on.
 _RUN = """\
 run() { "$@" & child=$!; wait $child; }

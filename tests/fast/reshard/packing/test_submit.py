@@ -14,6 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from manifests.errors import UnreachableError, UsageError
 from tests.builders import files_in, refusal, reshard, write_model
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -104,6 +105,9 @@ def test_job_of_kubernetes_has_a_pod_for_each_part(source: Path) -> None:
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert spec["maxFailedIndexes"] == 0  # the first pod waits for all parts
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert UsageError.exit_code in rule["onExitCodes"]["values"]
+    assert UnreachableError.exit_code not in rule["onExitCodes"]["values"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert container["volumeMounts"] == [
