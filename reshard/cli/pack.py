@@ -7,6 +7,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -102,19 +103,25 @@ class Division:
 
     def submit(self, source: str, prepared: PreparedPack, *, dry_run: bool, as_json: bool) -> None:
         """Submit the jobs of a plan that can be packed, or print what would be submitted."""
+        from reshard.layouts.spelling import names_file
         from reshard.packing.jobs import IndexedJob, SlurmArray
         from reshard.packing.options import check_num_parts
 
         assert self.num_parts is not None
         check_num_parts("--parts", self.num_parts, prepared.shards)
-        out, force = prepared.options.out, prepared.options.force
+        options, spec = prepared.options, prepared.options.layout.spec or ""
+        out, force = options.out, options.force
         job: IndexedJob | SlurmArray = SlurmArray(
             num_parts=self.num_parts, pack=command_line(), out=out, force=force, options=self.sbatch
         )
         if self.scheduler == "job":
+            adapters = (adapter for adapter in options.conversion.adapters if Path(adapter).exists())  # not on the hub
+            inputs = [("SOURCE", source), *(("--adapter", adapter) for adapter in adapters)]
+            inputs += [("--layout", spec)] if names_file(spec) else []
+            inputs += [("--model", str(options.model))] if options.model else []
             job = IndexedJob(
-                num_parts=self.num_parts, pack=command_line(), source=source, out=out, force=force, image=self.image,
-                mounts=self.mounts,
+                num_parts=self.num_parts, pack=command_line(), inputs=tuple(inputs), out=out, force=force,
+                image=self.image, mounts=self.mounts,
             )  # fmt: skip
         job.check()
         if dry_run:

@@ -58,9 +58,14 @@ def parse_layout(
     return layout
 
 
+def names_file(spec: str) -> bool:
+    """Return whether a layout is spelled as the path of a file."""
+    return spec.strip().lower().endswith((".toml", ".json"))
+
+
 def _reader(spec: str) -> Callable[[Request], StageLayout]:
     text = spec.strip()
-    if text.lower().endswith((".toml", ".json")):
+    if names_file(spec):
         return read_file
     if reader := _READERS.get(first := _first_word(text)):
         return reader

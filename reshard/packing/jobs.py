@@ -118,11 +118,14 @@ class SlurmArray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexedJob:
-    """The Job to submit. `pack` has the arguments of reshard without the part; pods see paths below `mounts`."""
+    """The Job to submit. `pack` has the arguments of reshard without the part; pods see paths below `mounts`.
+
+    `inputs` are the addresses that each pod reads, with the flags that name them.
+    """
 
     num_parts: int
     pack: tuple[str, ...]
-    source: str
+    inputs: tuple[tuple[str, str], ...]
     out: Address
     force: bool
     image: str | None
@@ -140,9 +143,10 @@ class IndexedJob:
         for mount in self.mounts:
             if MOUNT.fullmatch(mount) is None:
                 raise UsageError("--mount", f"expected {MOUNT_FORM}, found {mount!r}", code="launch.mount")
-        addresses = {"--out": self.out, "SOURCE": self.source}
-        paths = {where: Path(address) for where, address in addresses.items() if not is_url(address)}
-        for where, path in paths.items():
+        for where, address in (("--out", self.out), *self.inputs):
+            if is_url(address):
+                continue
+            path = Path(address)
             folder = path if path.is_absolute() else Path.cwd()  # where a pod would look for it
             if not (self._shows(folder) and self._shows(path.absolute())):
                 problem = f"pods do not see {path.absolute()}"

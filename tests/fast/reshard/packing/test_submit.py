@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 from manifests.errors import UnreachableError, UsageError
-from tests.builders import files_in, refusal, reshard, write_model
+from tests.builders import files_in, refusal, reshard, run, write_model
+from tests.fast.reshard.formats.test_open import write_description, write_own
+from tests.fast.reshard.transforms.adapters import write_adapter
 
 ROOT = Path(__file__).resolve().parents[4]
 ASKED = ("--layout", "pp=2", "--parts", "2", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00")
@@ -158,6 +160,19 @@ def test_job_that_pods_could_not_run_is_refused(
 ) -> None:
     asked = [flag.format(place=source.parent) for flag in flags]
     assert refusal(*pods(source, *asked, "--dry-run")).found == found
+
+
+@pytest.mark.parametrize("hidden", ["--layout", "--model", "--adapter"])
+def test_files_of_flags_that_pods_do_not_see_are_refused(hidden: str, tmp_path: Path) -> None:
+    write_own(source := tmp_path / "source")
+    files = {"--model": write_description(tmp_path / "model.toml"), "--adapter": write_adapter(tmp_path / "adapter")}
+    files["--layout"] = tmp_path / "layout.toml"
+    run("plan", source, "--model", files["--model"], "--layout", "pp=2", "--write", files["--layout"])
+    job = [*pods(source, "--image", "i", "--dry-run"), *(word for item in files.items() for word in item)]
+    for path in (source, source.parent / "out", *(path for flag, path in files.items() if flag != hidden)):
+        job += ["--mount", f"claim:{path}"]
+    assert refusal(*job).found == (2, "launch.not-mounted", hidden)
+    assert reshard(*job, "--mount", f"claim:{files[hidden]}").code == 0
 
 
 NAMES = ["it's here", 'a "b" $(touch x) `c`', "a#b", "a\\b"]
