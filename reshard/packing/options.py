@@ -24,7 +24,7 @@ from reshard.plans.pack_plan import OutputShard
 from reshard.transforms.conversion import Conversion
 from stores.address import OBJECT_SCHEMES, hub_output, is_url, split_url
 from stores.direct_io import Io
-from stores.folders.publish import check_not_mounted
+from stores.folders.publish import check_not_a_step, check_not_mounted
 from stores.open import Address
 
 
@@ -77,6 +77,8 @@ class PackOptions:
         if self.verify_source:
             problem = f"conflicts with {where}: a part does not read whole files"
             raise UsageError(Parameter("verify_source"), problem, f"pack without {where}", code="options.conflict")
+        if self.force and not is_url(self.out):  # in place, too: the commit does not know of what its parts are made
+            check_not_a_step(Path(self.out))
         if is_url(self.out):
             out = Parameter("out")
             if split_url(self.out)[0] not in OBJECT_SCHEMES:

@@ -17,7 +17,7 @@ from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
 from runner.config.flags import parse_training
 from runner.preflight.preflight import check_documents
-from tests.builders import files_in, llama_config, pack, reshard, write_model
+from tests.builders import files_in, llama_config, pack, refusal, reshard, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import write_trained
@@ -174,6 +174,9 @@ def test_force_does_not_replace_a_checkpoint_of_another_run(place: Path, tmp_pat
     assert (error.code, error.where) == ("output.is-a-step", str(step))
     packed = reshard("pack", place / "source", "--layout", "pp=2", "--out", step, "--force")
     assert (packed.code, "[output.is-a-step]" in packed.err) == (3, True)
+    in_place = ("pack", step, "--layout", "pp=1", "--out", step, "--force")
+    for divided in (("--part", "1/1"), ("--parts", "1", "--scheduler", "slurm", "--dry-run")):
+        assert refusal(*in_place, *divided).found == (3, "output.is-a-step", str(step))
     assert files_in(step) == before
     pack(step, step, "pp=1", "--force")
 
