@@ -34,7 +34,6 @@ class Reader(Protocol):
 
     def read_into(self, part: memoryview, position: int) -> None:
         """Fill `part` with the bytes at `position`."""
-        ...
 
     def close(self) -> None: ...
 
@@ -48,11 +47,9 @@ class InputFile(Protocol):
     @property
     def fingerprint(self) -> str:
         """A string that changes with the file's bytes: its size and ETag, or its size and mtime."""
-        ...
 
     def open(self, ranges: Sequence[Range]) -> Reader:
         """Open the file to read these ranges, in ascending order."""
-        ...
 
 
 @runtime_checkable
@@ -75,7 +72,6 @@ class Folder(Protocol):
 
     def names(self) -> tuple[str, ...]:
         """Return the path of every file below the folder, "/" between parts, sorted."""
-        ...
 
     def file(self, name: str) -> InputFile: ...
 

@@ -40,7 +40,6 @@ class Fetch(Protocol):
 
         Once `stop` is set, the bytes are no longer needed: raise any exception soon.
         """
-        ...
 
 
 @runtime_checkable
@@ -49,7 +48,6 @@ class LendingFetch(Fetch, Protocol):
 
     def lend(self, position: int, nbytes: int, stop: threading.Event) -> memoryview | None:
         """Return the bytes at `position`; None where a call should fetch them, as with a slow server. Raises as it."""
-        ...
 
 
 @runtime_checkable
@@ -61,7 +59,6 @@ class RemoteFile(Protocol):
 
     def fetching(self) -> Fetch | None:
         """Return the function that fetches its bytes; None if they are on this machine."""
-        ...
 
 
 class Prefetcher:

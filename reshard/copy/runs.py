@@ -32,14 +32,12 @@ class Output(Protocol):
     @property
     def is_aligned(self) -> bool:
         """Whether the address and `begin` must equal the position modulo a sector."""
-        ...
 
     def write(self, buffer: memoryview, begin: int, end: int, position: int) -> None:
         """Write `buffer[begin:end]` at `position`.
 
         Afterwards, memory may be used for other bytes, unless it is read-only.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +321,6 @@ class Progress(Protocol):
         It is called from worker threads, one call at a time, and `done_nbytes` never decreases. Since the total is an
         estimate, `done_nbytes` may end below or above it.
         """
-        ...
 
 
 def counting(progress: Progress | None, total_nbytes: int) -> ByteCounter:

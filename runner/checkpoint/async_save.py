@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch.distributed as dist
@@ -53,9 +52,7 @@ class InFlight(Generic[ReportT]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
         self._is_awaited.set()
         self._pool.shutdown(wait=all_know)

@@ -40,7 +40,6 @@ class Dataset(Protocol):
 
         A state is JSON, not None, and the same on all ranks.
         """
-        ...
 
 
 class SharedCounts:

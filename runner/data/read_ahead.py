@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 import torch
@@ -93,9 +92,7 @@ class ReadAhead:
     def __enter__(self) -> ReadAhead:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

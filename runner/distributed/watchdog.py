@@ -28,7 +28,6 @@ import time
 from collections.abc import Iterator, MutableMapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn
 
 from manifests.errors import RankError, UserError, system_errors
@@ -130,9 +129,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
         self._write()

@@ -80,10 +80,6 @@ class Job:
         """Whether the same command, run again, resumes the run."""
         return self.options.checkpoint is not None and self.options.resume.source == "auto"
 
-    @property
-    def world_size(self) -> int:
-        return self.nnodes * self.nproc_per_node
-
 
 def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """Read `K=V`, and `K` with the value of this process."""

@@ -46,14 +46,12 @@ class StateDictAdapter(Protocol):
 
         Shapes: those of files; called with tensors on the meta device.
         """
-        ...
 
     def from_hf(self, hf_state_dict: dict[str, Any], /) -> dict[str, Any]:
         """Return the tensors under the module's own names.
 
         Shapes: those of the module.
         """
-        ...
 
 
 def load_stages(

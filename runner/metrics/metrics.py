@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 from tqdm import tqdm
@@ -127,9 +126,7 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._progress is not None:
             self._progress.close()
         code = 0 if error is None else int(getattr(error, "exit_code", 1))

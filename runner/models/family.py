@@ -49,12 +49,10 @@ class Family(Protocol):
 
         If not, they exchange one tensor (B, L, D) in the dtype of parameters.
         """
-        ...
 
     @property
     def row_inputs(self) -> tuple[RowInput, ...]:
         """What every stage takes as keyword arguments beside its input; see `row_inputs_of`."""
-        ...
 
     def build(self, modules: tuple[str, ...]) -> nn.Module:
         """Build these modules, and no others, on the meta device.
@@ -62,18 +60,15 @@ class Family(Protocol):
         Shapes: what is built takes tokens (B, L) or hidden (B, L, D), and returns hidden or logits (B, L, V); with
         `hands_on_trees`, a tree in place of hidden.
         """
-        ...
 
     def init_buffers(self, module: nn.Module, device: torch.device) -> None:
         """Compute the buffers that are in no file, such as the rotary cache, on `device`.
 
         Shapes: as `module`, which `build` returned, has them on the meta device.
         """
-        ...
 
     def to_hf(self, name: str) -> str:
         """Return the Hugging Face FQN of a parameter that `build` made; the first of several."""
-        ...
 
     def pieces(self, name: str, memory: torch.Tensor, offset: tuple[int, ...]) -> tuple[Piece, ...]:
         """Return the parts of Hugging Face tensors that are in `memory`.
@@ -81,14 +76,12 @@ class Family(Protocol):
         Shapes: `memory` is a region, which begins at `offset`, of the parameter `name`, of its optimizer state, or of
         a buffer that is in files.
         """
-        ...
 
     def padded_length(self, length: int, most: int) -> int:
         """Return how many tokens, at most `most`, a row of `length` can be padded to on the right without a change.
 
         See Note [Padding under RoPE that depends on length] in stage_of_any.py.
         """
-        ...
 
 
 @runtime_checkable
@@ -97,22 +90,18 @@ class Planned(Family, Protocol):
 
     def plans(self) -> Collection[Plan]:
         """Return the kinds of plans that it has."""
-        ...
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Shard what `build` returned, which is on the meta device, over the tensor-parallel ranks of a mesh."""
-        ...
 
     def summed_over_heads(self, module: nn.Module) -> Iterator[nn.Parameter]:
         """Yield the parameters whose gradients on a rank cover only its own heads, and must be reduced."""
-        ...
 
     def distribute_experts(self, module: nn.Module, mesh: DeviceMesh, tensor_mesh: DeviceMesh) -> None:
         """Distribute the experts of what `build` returned, which is on the meta device, over the ranks of a mesh.
 
         The ranks of `tensor_mesh` have the same tokens. No plan of tensor parallelism applies to these experts.
         """
-        ...
 
 
 @runtime_checkable
@@ -129,27 +118,22 @@ class OnTransformers(Planned, Protocol):
     def mtp(self) -> object | None: ...
     def mtp_ties(self, stage_modules: Sequence[Sequence[str]]) -> tuple[TieGroup, ...]:
         """Return what stages with these modules tie beside what the manifest says."""
-        ...
 
     @property
     def adapters(self) -> Adapters | None: ...
     def add_adapters(self, lora: LoraOptions, *, checks_names: bool = False) -> None:
         """Build modules with adapters from now on."""
-        ...
 
     def keep_documents(self) -> None:
         """Build modules from now on that take `position_ids` (B, L), which begin at 0 in each document."""
-        ...
 
     def split_rows(self, parts: RowParts) -> None:
         """Build modules from now on that run on this rank's part of each row."""
-        ...
 
     def float32_names(self, dtype: torch.dtype) -> Collection[str]:
         """Return the names, in what `build` returned for any modules, of the tensors that a model of this dtype keeps
         in float32.
         """
-        ...
 
 
 def row_inputs_of(

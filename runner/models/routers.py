@@ -25,7 +25,6 @@ class Routed(Family, Protocol):
         A router returns the experts of each token, (…, K), in its only tensor of integers. The first tensor of a
         router of transformers is its logits (N, E), the second the weights of the chosen experts (N, K).
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

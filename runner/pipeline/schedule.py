@@ -47,7 +47,6 @@ class Schedule(Protocol):
     @property
     def recorder(self) -> Recorder:
         """The timer of the actions of `train`."""
-        ...
 
     def train(self, batch: Batch | None, cut: BatchOptions | None = None) -> torch.Tensor | None:
         """Add the gradients of the batch's loss to every parameter's `.grad`.
@@ -55,11 +54,9 @@ class Schedule(Protocol):
         Returns the loss, the mean over the valid tokens of the whole batch, on ranks with the last stage: () in
         float64, on the device, since reading it would wait for the device.
         """
-        ...
 
     def evaluate(self, batch: Batch | None, cut: BatchOptions | None = None) -> float | None:
         """Return the loss of the batch on ranks with the last stage; gradients are unchanged."""
-        ...
 
 
 def build_schedule(

@@ -24,7 +24,6 @@ class StageMetadata(Protocol):
 
     def form(self, boundary: int, batch: int, seq_len: int, *, is_training: bool = True) -> Form:
         """Return the form at a boundary for microbatches of `batch` sequences of `seq_len` tokens."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -58,11 +58,9 @@ class WholeModel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def in_files(self) -> Mapping[str, torch.Tensor]:
         """Return its tensors as files have them."""
-        ...
 
     def cast(self, dtype: torch.dtype) -> None:
         """Cast its tensors to the dtypes that they have in a model of this one, which need not all be the same."""
-        ...
 
 
 @runtime_checkable
@@ -71,7 +69,6 @@ class SelfChecked(Family, Protocol):
 
     def tiny(self) -> SelfChecked:
         """Return the family of a tiny model of the same config: the same modules, with small widths."""
-        ...
 
     def num_parameters(self) -> int: ...
     def whole(self) -> Any:
@@ -79,7 +76,6 @@ class SelfChecked(Family, Protocol):
 
         Its parameters may have names of their own: what is compared has those of files.
         """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

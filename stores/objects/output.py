@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from types import TracebackType
 from typing import Self
 
 from manifests.errors import InputError, OutputError, Parameter
@@ -241,9 +240,7 @@ class ObjectTarget:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if not self._may_be_committed or (error is not None and self.is_resumable):
             self.abort()
         self._beside.shutdown()

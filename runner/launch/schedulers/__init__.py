@@ -38,23 +38,18 @@ class Scheduler(Protocol):
 
     def find_state(self, record: JobRecord, log_dir: Path) -> JobState:
         """Return the state of a job; of one that the scheduler has forgotten, what its log folder says."""
-        ...
 
     def use_of(self, record: JobRecord, log_dir: Path) -> str | None:
         """Return how a job that has not ended uses its log folder."""
-        ...
 
     def print_output(self, record: JobRecord, path: Path, show: Print) -> bool:
         """Print what a job has written to `path` so far, or to its scheduler; return whether there is anything."""
-        ...
 
     def follow_output(self, record: JobRecord, path: Path, show: Print, poll: Poll) -> int:
         """Print what a job writes until it has ended, and return its exit code."""
-        ...
 
     def cancel(self, record: JobRecord, *, is_forced: bool) -> bool:
         """Cancel a job, and return whether it was still running, as far as the scheduler knows."""
-        ...
 
 
 class Cluster(Scheduler, Protocol):
@@ -62,11 +57,9 @@ class Cluster(Scheduler, Protocol):
 
     def render(self, job: Job) -> str:
         """Return what is submitted."""
-        ...
 
     def submit(self, job: Job) -> JobRecord:
         """Submit a job."""
-        ...
 
 
 def code_of_state(state: RunState | None) -> int:
