@@ -116,7 +116,7 @@ class SharedReading:
         return self._exchange.rank == 0
 
     def __call__(self, vocabulary: Vocabulary | TokenRows, documents: Iterator[PlacedDocument | None]) -> Tokenized:
-        source = _Source(documents)
+        source = _Source(documents, self._exchange.label)
         for number, group in groupby(self._rounds(source, vocabulary), key=lambda tokenized: tokenized[0].number):
             yield _join(group)
             source.num_passed = number + 1
@@ -128,7 +128,7 @@ class SharedReading:
             for batch in batches:
                 yield self._exchange.scatter(select(batch, rows_of_ranks))
         except UserError as error:
-            self._end(error)
+            self._end(error.on_rank(self._exchange.label))
             raise
 
     def follow(self, vocabulary: Vocabulary | TokenRows, rows: Any) -> Iterator[Any]:
@@ -218,10 +218,13 @@ def _merge(parts: Sequence[_Part], shares: Sequence[_Share]) -> Iterator[Pieces]
 
 
 class _Source:
-    """The documents of a source in parts; `num_passed` documents are done, so that the rest of them is not read."""
+    """The documents of a source in parts; `num_passed` documents are done, so that the rest of them is not read.
 
-    def __init__(self, documents: Iterator[PlacedDocument | None]) -> None:
-        self._documents, self.num_passed = documents, 0
+    `label` is of the rank that reads them.
+    """
+
+    def __init__(self, documents: Iterator[PlacedDocument | None], label: str) -> None:
+        self._documents, self._label, self.num_passed = documents, label, 0
 
     def parts(self) -> Iterator[_Part]:
         number = -1
@@ -245,8 +248,8 @@ class _Source:
                 piece = (next(pieces),)
             except StopIteration:
                 return
-            except UserError as caught:
-                error = caught
+            except UserError as caught:  # of this rank's disk, whichever rank raises it
+                error = caught if isinstance(caught, BadDocumentError) else caught.on_rank(self._label)
             nbytes = sum(len(more) for _, more in piece)
             text = replace(document, nbytes=nbytes, read=partial(_raising, piece, error))
             yield _Part(number=number, placed=placed, text=text)

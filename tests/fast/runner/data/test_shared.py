@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import pickle
 import threading
 import time
@@ -18,6 +21,7 @@ import torch
 
 from manifests.errors import UserError
 from runner.config.schema import BatchOptions, DataOptions
+from runner.data import files
 from runner.data.read_ahead import ReadAhead
 from runner.data.rows import Skipped
 from runner.data.sequences import Batch, Rows, read_batches
@@ -181,10 +185,38 @@ def test_what_cannot_be_read_ends_all_ranks_at_the_same_batch_and_one_reports_it
     code, where = codes[kind]
     assert {error.code, other.code} == {code}
     assert error.where.endswith(where)
+    assert other.where.startswith("rank 0: ")
     assert first == second
     if kind == "a document":
         assert first == 9  # the tenth batch ends with a token of document 41
     assert (error.is_elsewhere, other.is_elsewhere) == (False, True)
+
+
+class FailingFile(io.FileIO):
+    """A file on a disk that fails after the first pieces of a document."""
+
+    def readinto(self, buffer: object, /) -> int | None:
+        if self.tell() > 100_000:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), self.name)
+        return super().readinto(buffer)  # type: ignore[arg-type]
+
+
+def test_disk_that_fails_in_a_document_is_of_the_first_rank_whichever_tokenizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text("w1 w2 w3\n" * 40_000)
+    monkeypatch.setattr(files, "open", lambda file, *_, **__: io.BufferedReader(FailingFile(file)), raising=False)
+    batch = BatchOptions(global_batch=4, microbatch=1, seq_len=42)
+
+    def run(exchange: Threads) -> UserError:
+        data, shared = DataOptions(sources=(str(tmp_path / "a.txt"),)), SharedReading(exchange)
+        with pytest.raises(UserError) as caught:
+            list(read_batches(data, batch, folder=folder, vocab_size=VOCAB_SIZE, shared=shared))
+        return caught.value
+
+    for error in on_ranks(3, run):
+        assert (error.code, error.where) == ("data.unreadable", f"rank 0: {tmp_path / 'a.txt'}")
 
 
 @pytest.mark.parametrize("skips", [False, True])
