@@ -48,6 +48,7 @@ def raise_on_all_ranks(task: str, group: dist.ProcessGroup | None = None) -> Ite
 
     Raises:
         UserError: the error of the first failing rank, with a line for each of the others.
+        OneRankError: this rank's own error, if the others cannot be reached any more.
     """
     failure: UserError | None = None
     unexpected: BaseException | None = None
@@ -60,9 +61,18 @@ def raise_on_all_ranks(task: str, group: dist.ProcessGroup | None = None) -> Ite
         if failure is None:  # a bug: the other ranks must end too, this one prints its traceback
             unexpected = error
             failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
-    failures = from_all_ranks((rank_label(dist.get_rank()), failure), group)
+    rank, failures = dist.get_rank(), None
+    try:
+        failures = from_all_ranks((rank_label(rank), failure), group)
+    except Exception:  # another rank has ended, but this one knows an error
+        if failure is None:
+            raise
     if unexpected is not None:
         raise unexpected
+    if failures is None:
+        assert failure is not None
+        with errors_of_rank(rank):
+            raise failure
     failed = {place: error for place, error in failures if error is not None}
     if failed:
         joined = join_failures(failed)

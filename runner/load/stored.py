@@ -156,15 +156,16 @@ def read_for_all(
         wanted[str(read.at.file), read.at.begin].append(read)
     rank, shared, unverified = dist.get_rank(group), _share(wanted, group), list[PartRead]()
     for some in split_by_size(shared, lambda tensor: tensor.nbytes, _ROUND_NBYTES):
-        buffers = {tensor.key: torch.empty(tensor.shape, dtype=STORED_DTYPES[tensor.dtype]) for tensor in some}
-        own_reads = [
-            _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
-        ]
         with raise_on_all_ranks("load", group):
+            buffers = {tensor.key: torch.empty(tensor.shape, dtype=STORED_DTYPES[tensor.dtype]) for tensor in some}
+            own_reads = [
+                _read_whole(wanted[tensor.key][0], buffers[tensor.key]) for tensor in some if tensor.reader == rank
+            ]
             unverified += read_all(own_reads, how)
+            buffers = {key: buffer.to(device) for key, buffer in buffers.items()}
         nbytes += sum(read.nbytes for read in own_reads)
         for tensor in some:
-            sent = buffers.pop(tensor.key).to(device)
+            sent = buffers.pop(tensor.key)
             dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=tensor.reader)
             for read in wanted.get(tensor.key, ()):
                 read.into.memory.copy_(sent[read.region.index])

@@ -353,3 +353,30 @@ run_rank(act)
     with started(1, str(script)) as (rank,):
         assert (rank.wait(60), rank.said.count("\n")) == (3, 1), rank.said
         assert "--ac: refused [model.not-recomputable]" in rank.said
+
+
+def test_rank_reports_its_own_error_although_the_others_cannot_be_reached(tmp_path: Path) -> None:
+    script = tmp_path / "left.py"
+    script.write_text("""
+import os
+
+import torch
+
+from manifests.errors import ShardError
+from runner.distributed.fail_together import raise_on_all_ranks
+from runner.distributed.rank_process import run_rank
+from runner.distributed.world import join_world
+
+def act(world):
+    join_world(torch.device("cpu"), timeout_s=30)
+    if world.rank == 0:
+        os._exit(0)
+    with raise_on_all_ranks("load"):
+        raise ShardError("shard", "is damaged", code="shard.digest-mismatch")
+
+run_rank(act)
+""")
+    with started(2, str(script)) as (_, rank):
+        assert rank.wait(60) == 3, rank.said
+        (line,) = rank.said.splitlines()
+    assert re.fullmatch(rf"error: rank 1, node {HOST}: shard: .+ \[shard.digest-mismatch\]", line)
