@@ -285,7 +285,8 @@ def _save_weights(ready: Ready, trained: TrainingState, out: Path, timer: StallT
     weights, context = ready.whole_weights()
     family, swap, check = ready.chunks[0].family, swap_of(ready.options), checks.get("--save", lambda: None)
     if isinstance(family, OnTransformers) and family.adapters is not None:
-        save_peft(weights, family.adapters, context.adapters, out, swap=swap, check=check)
+        pipeline = ready.mesh.pipeline
+        save_peft(weights, family.adapters, context.adapters, out, pipeline=pipeline, swap=swap, check=check)
         return
     save(weights, context, out, weights_only, swap=swap, timer=timer, check=check)
 

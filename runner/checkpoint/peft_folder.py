@@ -23,7 +23,7 @@ from runner.checkpoint.adapter_record import AdapterRecord, adapters_of, check_b
 from runner.checkpoint.shard_file import NAMES
 from runner.checkpoint.state import Held
 from runner.config.flags import TrainOptions
-from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
+from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks, to_first_rank
 from runner.load.fill import bytes_of
 from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
@@ -66,22 +66,22 @@ def save_peft(
     record: AdapterRecord | None,
     out: Path,
     *,
+    pipeline: dist.ProcessGroup | None,
     swap: Swap | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them.
+    """Write adapters as a PEFT folder, on rank 0; every rank calls this with what it has of them, and its pipeline.
 
-    `swap` and `check` are as in `save`.
+    All that is written is in the pipeline of rank 0, which gets no messages of others: each would take the memory of
+    the longest. `swap` and `check` are as in `save`.
     """
     mine = {piece.fqn: piece.memory for kinds in weights.values() for piece in kinds[WEIGHTS]}
-    is_rank_0 = dist.get_rank() == 0
-    gathered: list[dict[str, torch.Tensor]] | None = [{}] * dist.get_world_size() if is_rank_0 else None
-    dist.gather_object(mine, gathered, dst=0)
+    parts = to_first_rank(mine, pipeline)
     with raise_on_all_ranks("save"):
-        if gathered is None:
+        if dist.get_rank() != 0:
             return
         assert record is not None
-        tensors = {f"{PEFT_PREFIX}{fqn}": tensor for part in gathered for fqn, tensor in part.items()}
+        tensors = {f"{PEFT_PREFIX}{fqn}": tensor for part in parts for fqn, tensor in part.items()}
         names = {PEFT_CONFIG, PEFT_WEIGHTS}
         target = publishing(out, force=swap is not None, find_owned=files_of_peft, wanted=names, swap=swap or exchange)
         with target as folder:

@@ -18,7 +18,7 @@ from manifests.errors import RankError
 from runner.data.own import SharedCounts
 from runner.data.sequences import Batch
 from runner.data.shared import SharedReading, StoppedReading
-from runner.distributed.fail_together import from_all_ranks
+from runner.distributed.fail_together import from_all_ranks, to_first_rank
 from runner.rundir.exit_report import rank_label
 
 _NUM_AHEAD = 2  # batches
@@ -40,9 +40,7 @@ class GroupExchange:
         return from_all_ranks(value, self._group)
 
     def collect(self, value: T) -> Sequence[T]:
-        values = [value] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self._group, group_dst=0)
-        return values or ()
+        return to_first_rank(value, self._group)
 
     def scatter(self, values: Sequence[T]) -> T:
         """Send with one collective what is short: `scatter_object_list` always takes three."""

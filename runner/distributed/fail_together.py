@@ -98,6 +98,13 @@ def from_all_ranks(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return values
 
 
+def to_first_rank(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank of a group on its first one, and nothing on the others; each of them calls this."""
+    values = [value] * dist.get_world_size(group) if dist.get_rank(group) == 0 else None
+    dist.gather_object(value, values, group=group, group_dst=0)
+    return values or []
+
+
 def from_rank_0(value: T) -> T:
     """Return rank 0's value on every rank; every rank calls this."""
     shared = [value]

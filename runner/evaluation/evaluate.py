@@ -25,7 +25,13 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions, DataOptions
 from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
-from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
+from runner.distributed.fail_together import (
+    errors_of_rank,
+    from_all_ranks,
+    from_rank_0,
+    raise_on_all_ranks,
+    to_first_rank,
+)
 from runner.distributed.rank_process import run_rank
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
@@ -111,13 +117,14 @@ def loss_over(
         file: Scores | None = None
         for batch in batches:
             schedule.evaluate(rows_of(batch, rows), cut_as(sizes, batch))
-            ranks = from_all_ranks(scores.take())
-            sums += [part for of_rank, _ in ranks for part in of_rank]
+            sums_here, recorded = scores.take()
+            sums += [part for of_rank in from_all_ranks(sums_here) for part in of_rank]
             if options.out is not None:
+                ranks = to_first_rank(recorded)
                 with raise_on_all_ranks("scores"):
                     if world.rank == 0:
                         file = file or stack.enter_context(writing_scores(options.out, options))
-                        file.add(batch, _join([recorded for _, recorded in ranks]))
+                        file.add(batch, _join(ranks))
         num_tokens = sum(count for _, count in sums)
         loss = math.fsum(part for part, _ in sums) / max(1, num_tokens)
         check_loss(loss, num_tokens)

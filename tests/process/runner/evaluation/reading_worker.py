@@ -2,15 +2,18 @@
 
 usage: reading_worker.py JOBS OUT
 
-JOBS is a JSON list of the arguments of `runner eval`; rank 0 writes a line of JSON for each to OUT.
+JOBS is a JSON list of the arguments of `runner eval`; rank 0 writes a line of JSON for each to OUT. Every rank prints
+how long the longest message is that it sends to all others.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -29,11 +32,19 @@ def run_job(args: list[str], world: World) -> tuple[float, int]:
 
 
 def main(jobs: Path, out: Path) -> None:
+    gather, sizes = dist.all_gather_object, [0]
+
+    def measured(values: list[Any], value: Any, group: dist.ProcessGroup | None = None) -> None:
+        sizes.append(len(pickle.dumps(value)))
+        gather(values, value, group)
+
+    dist.all_gather_object = measured
     world = World.from_environment(os.environ)
     join_world(CPU, timeout_s=60)
     lines = [json.dumps(run_job(job, world)) for job in json.loads(jobs.read_text())]
     if world.rank == 0:
         out.write_text("\n".join(lines))
+    print("longest message to all:", max(sizes), flush=True)
     dist.barrier()
     dist.destroy_process_group()
 

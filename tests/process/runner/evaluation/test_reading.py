@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
@@ -81,6 +82,18 @@ def test_pipeline_evaluates_as_transformers_does(place: Path, layout: str) -> No
 @pytest.mark.parametrize("layout", [layout for layouts in LAYOUTS.values() for layout in layouts if layout != "pp=2"])
 def test_every_layout_evaluates_as_transformers_does(place: Path, layout: str) -> None:
     check(place, layout)
+
+
+def test_rows_that_are_written_are_sent_to_rank_0_alone(place: Path) -> None:
+    """Each of the others would need memory for those of all replicas."""
+    words = ("--data", place / "text.jsonl", "--seq-len", 32, "--out", place / "scores.parquet",
+             "--hidden-states", "model.layers.0")  # fmt: skip
+    (place / "jobs.json").write_text(json.dumps([list(map(str, (place / "pp=2", *words)))]))
+    said = launch(2, "runner/evaluation/reading_worker.py", place / "jobs.json", place / "evaluated.jsonl")
+    sizes = [int(text.rpartition("longest message to all: ")[2]) for text in said]
+    num_rows, width = 2, 64  # of a batch
+    assert 0 < max(sizes) < num_rows * 32 * width * 4  # float32
+    assert len(parquet.read_table(place / "scores.parquet")["hidden_states"][0][0]) == width
 
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0]}

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +55,28 @@ def run_case(case: Case, place: Path, world: World) -> dict[str, Any]:
     family = ready.chunks[0].family
     assert isinstance(family, Generic)
     assert family.adapters is not None
-    save_peft(weights, family.adapters, context.adapters, case.folder(place, "trained"))
+    with counting_messages() as counts:
+        save_peft(
+            weights, family.adapters, context.adapters, case.folder(place, "trained"), pipeline=ready.mesh.pipeline
+        )
+    result["messages"] = counts
     return result
+
+
+@contextmanager
+def counting_messages() -> Iterator[list[int]]:
+    """Count the messages that a rank gets in each gather, every one of which takes the memory of the longest."""
+    gather, counts = dist.gather_object, list[int]()
+
+    def counted(value: Any, values: list[Any] | None = None, **of: Any) -> None:
+        counts.append(len(values or ()))
+        gather(value, values, **of)
+
+    dist.gather_object = counted
+    try:
+        yield counts
+    finally:
+        dist.gather_object = gather
 
 
 def main(place: Path, cases: tuple[Case, ...]) -> None:

@@ -82,6 +82,13 @@ def test_peft_loads_the_folder_that_is_saved(case: Case, request: pytest.Fixture
         assert far <= LIMITS[case.dtype] * max(1, LR / LIMITS["fp32"] * 1e-2), name
 
 
+@pytest.mark.parametrize("case", [*(pytest.param(case, id=case.name) for case in NORMAL), *SLOW_PARAMS])
+def test_rank_that_saves_gets_no_messages_of_replicas(case: Case, request: pytest.FixtureRequest) -> None:
+    place: Path = request.getfixturevalue("slow_runs" if case in SLOW else "runs")
+    num_pipeline_ranks = int(case.layout.partition(",")[0].removeprefix("pp="))
+    assert torch.load(case.folder(place, "rank0.pt"))["messages"] == [num_pipeline_ranks]
+
+
 def base_of(case: Case, place: Path) -> Any:
     dtype = DTYPES[case.dtype]
     model = AutoModelForCausalLM.from_pretrained(case.folder(place, "model"), dtype=dtype)
