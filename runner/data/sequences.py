@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, starmap
 from pathlib import Path
 
 import torch
@@ -145,9 +145,13 @@ def read_once(
     begin = first_cursor(len(sources))
     documents = draw_documents(data, sources, vocabulary, begin, is_endless=False, skipped=_counted(data, skipped))
     samples, empty = pack_documents(documents, data, batch.seq_len), Sample(ids=array("i"))
-    for seq_len, group in _of_one_length(samples, batch, padded_length, keeps_all=keeps_unlabeled or form is not None):
+
+    def build(seq_len: int, group: Sequence[Sample]) -> Batch:
         filled = tuple(islice(chain(group, repeat(empty)), batch.global_batch))
-        yield replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
+        return replace(build_batch(filled, seq_len, vocabulary.filler, form=form), samples=tuple(group))
+
+    keeps_all = keeps_unlabeled or form is not None
+    return starmap(build, _of_one_length(samples, batch, padded_length, keeps_all=keeps_all))
 
 
 def build_batch(samples: Sequence[Sample], seq_len: int, filler: int, form: RowForm | None = None) -> Batch:

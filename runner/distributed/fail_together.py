@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -122,6 +122,12 @@ def errors_of_rank(rank: int) -> Iterator[None]:
         local = OneRankError(placed.where, error.problem, error.hint, code=error.code)
         local.exit_code, local.is_elsewhere, local.is_placed = code_of(error), error.is_elsewhere, True
         raise local from error
+
+
+def reading_on_rank(rank: int, items: Iterable[T]) -> Iterator[T]:
+    """Yield what a rank reads; errors of reading it name the rank."""
+    with errors_of_rank(rank):
+        yield from items
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:

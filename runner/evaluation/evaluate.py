@@ -30,6 +30,7 @@ from runner.distributed.fail_together import (
     from_all_ranks,
     from_rank_0,
     raise_on_all_ranks,
+    reading_on_rank,
     to_first_rank,
 )
 from runner.distributed.rank_process import run_rank
@@ -115,7 +116,7 @@ def loss_over(
     rows, sums = Rows(number=mesh.data_rank, count=degrees.replicate), list[tuple[float, int]]()
     with ExitStack() as stack:
         file: Scores | None = None
-        for batch in batches:
+        for batch in reading_on_rank(world.rank, batches):
             schedule.evaluate(rows_of(batch, rows), cut_as(sizes, batch))
             sums_here, recorded = scores.take()
             sums += [part for of_rank in from_all_ranks(sums_here) for part in of_rank]

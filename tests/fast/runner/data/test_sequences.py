@@ -193,6 +193,13 @@ def test_folder_without_a_usable_tokenizer_is_refused(tmp_path: Path) -> None:
     assert refusal() == ("/config.json: eos_token_id", "tokenizer.special-token")
 
 
+def test_data_that_cannot_be_opened_is_refused_before_its_first_batch_is_read(folder: Path) -> None:
+    batch, data = BatchOptions(global_batch=2, microbatch=1, seq_len=6), DataOptions(sources=(str(folder / "none"),))
+    with pytest.raises(InputError) as error:
+        read_once(data, batch, folder=folder, vocab_size=VOCAB_SIZE)
+    assert error.value.code == "data.no-files"
+
+
 def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(folder: Path) -> None:
     source = write_documents(folder / "data.jsonl", [[1], [2, 3], [4], [5, 6, 7]])
     batch = BatchOptions(global_batch=2, microbatch=1, seq_len=6)

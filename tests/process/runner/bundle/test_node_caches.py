@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,39 @@ def test_nodes_with_different_evaluation_data_are_refused_before_the_first_step(
         write_documents(node / "text.jsonl", [[1, 2, 3]] * (2 + number))
     words = (*RUN, "--eval-data", "text.jsonl")
     check_refused(nodes, *words, code="data.differs-between-ranks", where="--eval-data text.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "where"),
+    [
+        (lambda text: 2 * text, "data.differs-between-ranks", "--eval-data text.jsonl"),
+        (lambda text: None, "data.no-files", "text.jsonl"),
+        (lambda text: "{" * len(text), "data.not-json", "text.jsonl:1"),
+    ],
+    ids=["grows", "is removed", "is damaged"],
+)
+def test_evaluation_data_that_changes_on_one_node_ends_all_at_the_next_evaluation(
+    change: Callable[[str], str | None], code: str, where: str, nodes: tuple[Path, Path]
+) -> None:
+    for node in nodes:
+        write_documents(node / "text.jsonl", [[1, 2, 3]])
+    words = (*RUN, "--steps", "100000", "--eval-data", "text.jsonl", "--eval-every", "2")
+    with started(2, "../../runner/train.py", *words, folders=nodes) as ranks:
+        metrics, until_s = nodes[0] / "log" / "metrics.jsonl", time.monotonic() + 60
+        while not (metrics.exists() and "eval_loss" in metrics.read_text()):
+            assert time.monotonic() < until_s, ranks[0].said
+            time.sleep(0.02)
+        changed, text = nodes[1] / "changed", change((nodes[1] / "text.jsonl").read_text())
+        if text is None:
+            (nodes[1] / "text.jsonl").unlink()
+        else:
+            changed.write_text(text)
+            changed.replace(nodes[1] / "text.jsonl")
+        codes, said = [rank.wait(60) for rank in ranks], ranks[0].said + ranks[1].said
+    assert codes == [5, 3], said
+    (line,) = (line for line in said.splitlines() if line.startswith("error: rank 1"))
+    assert f": {where}: " in line
+    assert line.endswith(f"[{code}]")
 
 
 def test_same_copies_train(nodes: tuple[Path, Path]) -> None:
