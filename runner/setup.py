@@ -31,7 +31,7 @@ from runner.config.optimizers import check_copies
 from runner.config.parallel_dims import is_sharded
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, Rows, rows_of
-from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
+from runner.distributed.fail_together import check_same_option, from_all_ranks, raise_on_all_ranks
 from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
@@ -216,6 +216,8 @@ def _begin(
             split_rows(family, mesh, options.degrees.context_method, options.batch.seq_len)
         world.start.end("manifest_s")
     check_same_manifest(origin.where, origin.read.digest)
+    check_same_option("--optimizer", options.optim.plan)
+    check_same_option("--lora-from", options.lora)
     stages = Stages.of(launched)
     with raise_on_all_ranks("load"):
         base_nbytes = memory_nbytes(device)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
+from manifests.digest import digest_pieces
 from manifests.errors import SourceError
 from manifests.models.adapters import BASE_DIGEST, LORA_A, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from manifests.safetensors import encode_header, layout_tensors
@@ -23,7 +25,7 @@ from runner.checkpoint.adapter_record import AdapterRecord, adapters_of, check_b
 from runner.checkpoint.shard_file import NAMES
 from runner.checkpoint.state import Held
 from runner.config.flags import TrainOptions
-from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks, to_first_rank
+from runner.distributed.fail_together import check_same_option, from_rank_0, raise_on_all_ranks, to_first_rank
 from runner.load.fill import bytes_of
 from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
@@ -43,15 +45,17 @@ def load_adapters(
     adapters, base = family.adapters, stored.origin
     assert adapters is not None
     record: AdapterRecord | None = None
+    digest: str | None = None
     with raise_on_all_ranks("load"):
         if dist.get_rank() == 0:
             record = record_of(adapters.lora, adapters.base, base)
             if base is not origin:
                 check_base(origin, record)
         if base is origin and options.adapter is not None:
-            read_peft(options.adapter, adapters, pieces, record)
+            digest = read_peft(options.adapter, adapters, pieces, record)
         elif base is origin:
             _init_adapters(pieces, options.data.seed)
+    check_same_option("--lora-from", digest)
     record = from_rank_0(record)
     assert record is not None
     if base is not origin:
@@ -90,8 +94,11 @@ def save_peft(
             check()
 
 
-def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record: AdapterRecord | None) -> None:
-    """Fill this rank's pieces from a PEFT folder; `record`, on rank 0, is of the base that is launched."""
+def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record: AdapterRecord | None) -> str:
+    """Fill this rank's pieces from a PEFT folder, and return the digest of the whole file.
+
+    `record`, on rank 0, is of the base that is launched.
+    """
     path = folder / PEFT_WEIGHTS
     try:
         with safe_open(path, "pt") as file:
@@ -111,6 +118,8 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             for piece in pieces:
                 piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[piece.part.index])
+        with open(path, "rb") as stream:
+            return digest_pieces(iter(partial(stream.read, 1 << 20), b""))
     except (OSError, SafetensorError) as error:
         raise SourceError(str(path), f"cannot be read: {error}", code="source.bad-adapter") from error
 

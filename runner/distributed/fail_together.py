@@ -112,6 +112,16 @@ def from_rank_0(value: T) -> T:
     return shared[0]
 
 
+def check_same_option(flag: str, value: object) -> None:
+    """Check that what a rank has read of the file that a flag names is what rank 0 has; every rank calls this."""
+    expected = from_rank_0(value)
+    with raise_on_all_ranks("options"):
+        if value != expected:
+            problem = "does not have the content that it has on rank 0"
+            hint = "every node must see the same files: a copy on the node's own disk may be outdated"
+            raise InputError(flag, problem, hint, code="options.differs-between-ranks")
+
+
 @contextmanager
 def errors_of_rank(rank: int) -> Iterator[None]:
     """Run a block without collectives, where `raise_on_all_ranks` would cost too much; errors name the rank."""

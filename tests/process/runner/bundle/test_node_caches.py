@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from stores.open import open_manifest
 from tests.builders import flip, pack
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
-from tests.fast.runner.tiny import save_model
+from tests.fast.runner.tiny import load_model, save_model
 from tests.process.torchrun import started
 
 NUM_NODES = 3
@@ -112,6 +113,26 @@ def test_nodes_with_different_evaluation_data_are_refused_before_the_first_step(
         write_documents(node / "text.jsonl", [[1, 2, 3]] * (2 + number))
     words = (*RUN, "--eval-data", "text.jsonl")
     check_refused(nodes, *words, code="data.differs-between-ranks", where="--eval-data text.jsonl")
+
+
+def test_nodes_with_different_parameter_groups_are_refused(nodes: tuple[Path, Path]) -> None:
+    for node, rate in zip(nodes, (1.0, 2.0), strict=True):
+        (node / "groups.toml").write_text(f'[[group]]\nalgorithm = "adamw"\nrate_factor = {rate}\n')
+    words = (*RUN, "--optimizer", "groups.toml")
+    check_refused(nodes, *words, code="options.differs-between-ranks", where="--optimizer")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of peft
+@pytest.mark.parametrize("change", [{"lora_alpha": 3}, {"init_lora_weights": "gaussian"}], ids=["config", "weights"])
+def test_nodes_with_different_adapters_are_refused(change: dict[str, Any], nodes: tuple[Path, Path]) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    for node, changes in zip(nodes, ({}, change), strict=True):
+        config = LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **changes})
+        torch.manual_seed(0)
+        get_peft_model(load_model(node.parent / "source"), config).save_pretrained(node / "adapter")
+    words = (*RUN, "--lora-from", "adapter")
+    check_refused(nodes, *words, code="options.differs-between-ranks", where="--lora-from")
 
 
 @pytest.mark.parametrize(
