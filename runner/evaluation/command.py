@@ -18,7 +18,7 @@ from manifests.models.trainable import check_trainable
 from runner.bundle.packed import check_tokenizer, open_packed
 from runner.checkpoint.adapter_record import check_launched
 from runner.evaluation.options import PARAMETERS, EvalOptions, eval_options
-from runner.launch.here import launch_here
+from runner.launch.here import ALONE, launch_here
 from runner.launch.nodes import check_ranks
 from runner.preflight.preflight import check_device, check_documents, check_model
 from stores.folders.probe import check_new_file, check_stdout
@@ -91,7 +91,7 @@ def eval_command(context: click.Context, /, dry_run: bool, **values: Any) -> Non
 def _meeting(options: EvalOptions) -> tuple[str, ...]:
     """Return torchrun's flags for where nodes meet."""
     if options.nnodes == 1:
-        return ("--standalone",)
+        return ALONE
     assert options.rendezvous is not None, "checked with the options"
     host, _, port = options.rendezvous.rpartition(":")
     numbers = ("--nnodes", str(options.nnodes), "--node-rank", str(options.node_rank))

@@ -18,10 +18,13 @@ from runner.preflight.preflight import check_torch
 from runner.rundir.exit_report import AGENT
 from runner.rundir.records import make_log_dir
 
+# This machine's ranks meet at its loopback address: torchrun would take its full name, which may resolve nowhere.
+ALONE = ("--standalone", "--local-addr", "localhost")
+
 
 def launch_here(
     arguments: Sequence[str], *, nproc_per_node: int, dry_run: bool, run: RunFolder | None = None,
-    worker: str = "runner.train", quiet: bool = False, meeting: Sequence[str] = ("--standalone",),
+    worker: str = "runner.train", quiet: bool = False, meeting: Sequence[str] = ALONE,
 ) -> None:  # fmt: skip
     """Replace this process by torchrun with so many workers. A training `run` is recorded in its folder.
 

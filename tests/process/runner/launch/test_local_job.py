@@ -124,3 +124,11 @@ def test_runs_that_are_launched_in_the_same_second_have_folders_of_their_own(
     assert ends == [("", 0), ("", 0)]
     names = sorted(path.parent.name for path in tmp_path.glob("runner-log/2*/state.json"))
     assert names == [f"20261128-000000-{packed_alone.name}", f"20261128-000000-{packed_alone.name}-2"]
+
+
+def test_job_trains_on_a_machine_that_does_not_know_its_name(packed_alone: Path, tmp_path: Path) -> None:
+    """torchrun would wait minutes for a store at that address."""
+    (tmp_path / "sitecustomize.py").write_text('import socket\nsocket.getfqdn = lambda name="": "no.such.host"\n')
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    with launched(packed_alone, tmp_path / "log", "--steps", "1", PYTHONPATH=path) as run:
+        assert run.process.wait(timeout=90) == 0, run.said
