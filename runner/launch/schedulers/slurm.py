@@ -46,6 +46,8 @@ def render(job: Job) -> str:
     check_sbatch_args(job.sbatch_args)
     if job.image is not None:
         check_relative(job)
+    if job.restarts or job.requeue:
+        _check_seen(job)
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     # Values may contain commas and spaces, which sbatch's own --export does not support.
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
@@ -142,6 +144,18 @@ def _check_end(job: Job) -> None:
             "add --checkpoint DIR after --",
             code="options.needs-checkpoint",
         )
+
+
+def _check_seen(job: Job) -> None:
+    """Check that the supervisor, outside the container, finds what decides about restarts where the ranks write it."""
+    for flag in ("--checkpoint", "--log-dir"):
+        path = Path.cwd() / job.options.folders[flag]
+        mounts = [mount.split(":")[:2] for mount in job.mounts if is_shown(path, (mount,))]
+        source, target = max(mounts, key=lambda mount: len(Path(mount[1]).parts), default=("/", "/"))
+        if Path(source) != Path(target):
+            where, needs = f"{flag} {path}", "--restarts and --requeue need it at the same path outside the container"
+            hint = f"--mount {source}:{source}, and a {flag} there"
+            raise UsageError(where, f"is mounted from {source}; {needs}", hint, code="launch.not-mounted")
 
 
 def _check_nodes(job: Job) -> None:

@@ -241,6 +241,19 @@ def test_relative_path_that_a_container_of_slurm_does_not_have_is_refused(
     assert "--container-workdir" not in script
 
 
+@pytest.mark.parametrize("flag", ["--checkpoint", "--log-dir"])
+def test_folder_that_a_supervisor_would_look_for_elsewhere_is_refused(packed: Path, flag: str) -> None:
+    """It runs outside the container: it would find no checkpoint there, and give up while they advance."""
+    folders = {"--checkpoint": "/scratch/ck", "--log-dir": "/scratch/log", flag: "/ck/run"}
+    training = (*TRAINING, *(word for given in folders.items() for word in given), "--resume", "auto")
+    given = ("--image", "i", "--mount", "/scratch:/scratch/", "--mount", "/scratch/ck:/ck:rw")
+    error = refusal(packed, "--scheduler", "slurm", *given, "--restarts", "3", "--dry-run", training=training)
+    assert (error.code, error.where) == ("launch.not-mounted", f"{flag} /ck/run")
+    rendered(packed, "slurm", *given, training=training)
+    same = (*given[:-1], "/ck:/ck")
+    rendered(packed, "slurm", *same, "--restarts", "3", training=training)
+
+
 def test_manifest_that_a_mount_shows_only_as_it_is_written_is_found_so(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(packed.parent)
     written, log = f"{tmp_path}/data/{packed.name}", ("--log-dir", f"{tmp_path}/data/log")
