@@ -72,8 +72,10 @@ def check_reachable(world: World, host: str, environment: Mapping[str, str] = os
     That is the first one that can be bound; Debian's /etc/hosts has 127.0.1.1. Where there is none, gloo uses loopback.
     Source: torch 2.13, ProcessGroupGloo.cpp, createDefaultDevice.
     """
-    is_alone = world.size == world.local_size or _bindable_address(environment.get("MASTER_ADDR", "")) is not None
-    if is_alone or _INTERFACE in environment:
+    if _INTERFACE in environment:
+        _check_interfaces(environment[_INTERFACE], host)
+        return
+    if world.size == world.local_size or _bindable_address(environment.get("MASTER_ADDR", "")) is not None:
         return
     address = _bindable_address(host)
     if address is None or ipaddress.ip_address(address.partition("%")[0]).is_loopback:
@@ -83,6 +85,16 @@ def check_reachable(world: World, host: str, environment: Mapping[str, str] = os
             f"correct /etc/hosts, or name a network interface: --env {_INTERFACE}=eth0",
             code="launch.unreachable-node",
         )
+
+
+def _check_interfaces(names: str, host: str) -> None:
+    """Check that this machine has the network interfaces of GLOO_SOCKET_IFNAME."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, names.split(",")):
+        if name.partition(":")[0] not in interfaces:
+            problem = f"{_INTERFACE}: expected some of {', '.join(interfaces)}, found {name}"
+            hint = f"name an interface that every node has: --env {_INTERFACE}=NAME"
+            raise LaunchError(host, problem, hint, code="launch.unreachable-node")
 
 
 def _bindable_address(host: str) -> str | None:

@@ -18,6 +18,13 @@ def test_node_whose_name_leads_to_loopback_is_refused_before_others_wait_for_it(
 
 def test_node_that_others_reach_is_accepted() -> None:
     check_reachable(SECOND, "0.0.0.0", ELSEWHERE)
-    check_reachable(SECOND, "localhost", {**ELSEWHERE, "GLOO_SOCKET_IFNAME": "eth0"})
+    check_reachable(SECOND, "localhost", {**ELSEWHERE, "GLOO_SOCKET_IFNAME": "lo"})
     check_reachable(SECOND, "localhost", {"MASTER_ADDR": "localhost"})  # all on one machine
     check_reachable(World(rank=0, local_rank=0, size=2, local_size=2), "localhost", ELSEWHERE)
+
+
+@pytest.mark.parametrize("world", [SECOND, World(rank=0, local_rank=0, size=1)])
+def test_network_interface_that_this_machine_does_not_have_is_refused(world: World) -> None:
+    """gloo would fail on it, and that looks like a lost rank, for which a job is restarted."""
+    named = {**ELSEWHERE, "GLOO_SOCKET_IFNAME": "lo,none0"}
+    assert refused(lambda: check_reachable(world, "here", named)) == ("launch.unreachable-node", "here")
