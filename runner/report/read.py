@@ -201,7 +201,7 @@ class _Attempts:
 
     def add(self, line: Line) -> None:
         if "load_s" in line:
-            if self._is_begun:  # another attempt
+            if self._is_begun or line["rank"] in self.loads:  # another attempt
                 self.loads, self.peaks_nbytes, self._is_begun = {}, {}, False
             self.loads[line["rank"]] = line
         elif "loss" in line:

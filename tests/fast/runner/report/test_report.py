@@ -351,6 +351,13 @@ def test_steps_that_a_later_attempt_has_overtaken_are_forgotten(tmp_path: Path) 
     assert "<td>1</td><td>0.25</td><td>0.50</td><td>0.75</td><td>1.00</td><td>1.25</td><td>1.50</td>" in page  # start
 
 
+def test_attempt_that_took_no_step_leaves_no_ranks_to_the_next_one(tmp_path: Path) -> None:
+    alone: list[dict[str, object]] = [{"rank": rank, "stages": [rank], "load_s": 1.0} for rank in range(4)]
+    ended: list[dict[str, object]] = [{"rank": rank, "peak_nbytes": 150 << 20} for rank in (0, 1)]
+    write_lines(tmp_path, [*attempt(1, 7, 3.0), *alone, *attempt(7, 8, 1.0), *ended])
+    assert [line["rank"] for line in read_run(tmp_path).loads] == [0, 1]
+
+
 def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
     write_lines(tmp_path, [*attempt(1, 9, 3.0), *attempt(1, 3, 2.0)])
     with open(tmp_path / "metrics.jsonl", "a") as stream:
