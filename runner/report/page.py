@@ -80,7 +80,7 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     ]
     parts += _curves(runs)
     if run.traces is None:
-        parts.append("<p class=note>No step was traced: with --trace 20-30 the pipeline is drawn here.</p>")
+        parts.append("<p class=note>No step was traced by every rank: --trace 20-30 draws the pipeline here.</p>")
     parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
     for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""

@@ -370,6 +370,18 @@ def test_run_that_was_killed_is_drawn_as_far_as_it_came(tmp_path: Path) -> None:
     assert "The run did not finish" in page
 
 
+def test_run_is_drawn_without_its_pipeline_while_a_rank_has_no_trace(tmp_path: Path) -> None:
+    write_metrics(tmp_path)
+    write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    trace_path(tmp_path, 1).unlink()
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert [page.count(f'<svg class="{what}"') for what in ("chart", "pipeline")] == [2, 0]
+    with pytest.raises(LogError) as error:
+        write_trace(tmp_path, tmp_path / "merged.json")
+    assert error.value.code == "log.no-trace"
+
+
 def test_steps_that_not_every_rank_has_traced_are_left_out(tmp_path: Path) -> None:
     write_metrics(tmp_path)
     write_traces(tmp_path, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
