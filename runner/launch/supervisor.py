@@ -208,8 +208,9 @@ class _Supervisor:
         except OSError as error:
             logger.error("note: %s cannot be removed: %s", self._options.log_dir / STATE_NAME, error.strerror)
             stale = read_state(self._options.log_dir)
-        # A port that the attempt before has not used, on a node that other jobs may share.
-        port = 20000 + (self._job * 7 + self._num_requeues * 101 + attempt) % 20000
+        # A port that the attempt before has not used, on a node that other jobs may share; connections that nodes make
+        # have ports from 32768 up.
+        port = 20000 + (self._job * 7 + self._num_requeues * 101 + attempt) % 12000
         environment = {
             **safe_environment(self._environment),
             "PET_MASTER_ADDR": self._first_node(),

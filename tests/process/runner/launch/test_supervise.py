@@ -100,8 +100,9 @@ def supervise(
 
 
 def test_job_that_loses_a_rank_each_time_ends_once_its_restarts_are_used_up(tmp_path: Path) -> None:
-    ended = supervise(tmp_path, SAVES + LOSES, "--restarts", "2")
+    ended = supervise(tmp_path, SAVES + LOSES, "--restarts", "2", environment={"SLURM_JOB_ID": "1900"})
     assert ended.code == LOST
+    assert all(int(address.rpartition(":")[2]) < 32768 for address in ended.attempts), "of other connections"
     assert len(ended.attempts) == 3
     assert len(set(ended.attempts)) == 3, "an address was used twice"
     assert all(address.startswith("node2:") for address in ended.attempts)
