@@ -93,9 +93,13 @@ def submit(job: Job) -> JobRecord:
 
 
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
-    """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a deleted JobSet."""
+    """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a deleted JobSet.
+
+    Pods of a deleted one that have not ended yet may still save: it is `Terminating`.
+    """
     if (shown := _find(record)) is None:
-        ended = read_state(log_dir)
+        if (ended := read_state(log_dir)) is None and _count_active(record):
+            return JobState(word="Terminating")
         return JobState(word=ended.word if ended else "Forgotten", exit_code=code_of_state(ended))
     conditions = shown.get("status", {}).get("conditions", [])
     true = [condition["type"] for condition in conditions if condition.get("status") == "True"]
@@ -111,7 +115,7 @@ def use_of(record: JobRecord, log_dir: Path) -> str | None:
     state = find_state(record, log_dir)
     if state.exit_code is None:
         return f"is used by jobset job {record.id}, which is {state.word}"
-    num_pods = sum(phase in ("Pending", "Running") for phase in _find_phases(record))
+    num_pods = _count_active(record)
     return f"is used by {num_pods} pods of jobset job {record.id} that have not ended yet" if num_pods else None
 
 
@@ -129,7 +133,8 @@ def print_output(record: JobRecord, path: Path, show: Print) -> bool:
     """Print the output of the pods of a job so far, or the log of a rank."""
     if path != Path(record.output):
         return print_file(record, path, show)
-    if problem := _print_pods(record, show, follow=False):
+    problem = f"jobset {record.id} was deleted, and another one has its name"
+    if _is_replaced(record) or (problem := _print_pods(record, show, follow=False)):
         raise LaunchError("kubectl logs", problem, code="launch.scheduler-failed")
     return True
 
@@ -150,10 +155,10 @@ def follow_output(record: JobRecord, path: Path, show: Print, poll: Poll) -> int
         try:
             phases = _find_phases(record)
         except UserError as error:
-            phases, problem = [], f"{error.where}: {error.problem}"
+            phases, problem = ["Unknown"], f"{error.where}: {error.problem}"
         if num_pending := phases.count("Pending"):  # kubectl would leave them out
             problem = f"{num_pending} of {len(phases)} pods are pending"
-        if code is not None or ("Running" in phases and not num_pending):
+        if phases and (code is not None or ("Running" in phases and not num_pending)):
             problem = _print_pods(record, show_line, follow=code is None, since=since)
         if problem and problem != shown:
             show(problem + "\n")
@@ -171,8 +176,21 @@ def _find(record: JobRecord) -> Mapping[str, Any] | None:
     return job if job and record.birth in ("", uid) else None
 
 
+def _is_replaced(record: JobRecord) -> bool:
+    """Whether another JobSet has the name of a job, by which its pods are found: this one was deleted."""
+    get = ["kubectl", "get", "jobset", record.id, *_inside(record), "--ignore-not-found", "-o"]
+    uid = run_kubectl([*get, "jsonpath={.metadata.uid}"])
+    return "" not in (uid, record.birth) and uid != record.birth
+
+
+def _count_active(record: JobRecord) -> int:
+    return sum(phase in ("Pending", "Running") for phase in _find_phases(record))
+
+
 def _find_phases(record: JobRecord) -> list[str]:
     """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`."""
+    if _is_replaced(record):
+        return []
     return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
 
 
