@@ -74,9 +74,8 @@ def find_state(record: JobRecord, log_dir: Path) -> JobState:
         return JobState(word=word, exit_code=code_of_state(ended), reason=reason)
     word, code = fields.get("JobState", "UNKNOWN"), None
     if word in _OVER:
-        was_stopped = ended is not None and ended.ended == "stopped"
         code = int(fields.get("ExitCode", "0:0").partition(":")[0])
-        code = code or (0 if word == "COMPLETED" else 130 if was_stopped else 5)
+        code = code or (0 if word == "COMPLETED" else code_of_state(ended))  # also of one that was killed when done
     return JobState(
         word=word,
         exit_code=code,

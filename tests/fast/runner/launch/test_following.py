@@ -43,6 +43,7 @@ def follow(place: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> int:
         ("echo JobState=PREEMPTED ExitCode=0:15", "stopped", 130),
         ("echo JobState=PREEMPTED ExitCode=0:15", None, 5),
         ("echo JobState=CANCELLED ExitCode=0:15", "stopped", 130),
+        ("echo JobState=CANCELLED ExitCode=0:15", "done", 0),
         ("echo JobState=TIMEOUT ExitCode=0:15", None, 5),
         (FORGOTTEN, "done", 0),
         (FORGOTTEN, "stopped", 130),
