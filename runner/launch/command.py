@@ -354,10 +354,14 @@ def memories_gib(device: Device, environment: Mapping[str, str] = os.environ) ->
     except (OSError, subprocess.SubprocessError, ValueError):  # no driver, or unknown output
         return ()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(gib for _, _, gib in gpus)
-    wanted = [word.strip() for word in visible.split(",") if word.strip()]
-    return tuple(gib for word in wanted for index, uuid, gib in gpus if word == index or uuid.startswith(word))
+    wanted = [index for index, _, _ in gpus]
+    if visible is not None:
+        wanted = [word.strip() for word in visible.split(",") if word.strip()]
+    chosen = [gib for word in wanted for index, uuid, gib in gpus if word == index or uuid.startswith(word)]
+    if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and any(map(str.isdecimal, wanted)):
+        # CUDA numbers the fastest first, which may not be this order: only what no choice of so many has is too much.
+        chosen = sorted((gib for _, _, gib in gpus), reverse=True)[: len(chosen)]
+    return tuple(chosen)
 
 
 def check_gpus(count: int, nproc_per_node: int) -> None:

@@ -262,10 +262,16 @@ def test_gpus_are_those_that_ranks_may_use(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("runner.preflight.preflight.version", lambda _: "2.13.0+cu130")
     assert memories_gib("auto", {}) == (81559 / 1024, 40.0)
-    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "1"}) == (40.0,)
-    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-bb, 0"}) == (40.0, 81559 / 1024)
+    by_slot = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "1", **by_slot}) == (40.0,)
+    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-bb, 0", **by_slot}) == (40.0, 81559 / 1024)
+    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "GPU-bb"}) == (40.0,)
     assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": ""}) == ()
     assert memories_gib("cpu", {}) == ()
+    driver.write_text("#!/bin/sh\nprintf '0, GPU-a, 4096\\n1, GPU-b, 81920\\n'\n")
+    assert memories_gib("cuda", {}) == (80.0, 4.0), "CUDA numbers the fastest first"
+    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "0"}) == (80.0,)
+    assert memories_gib("cuda", {"CUDA_VISIBLE_DEVICES": "0", **by_slot}) == (4.0,)
     driver.write_text("#!/bin/sh\necho 'No devices were found'; exit 6\n")
     assert memories_gib("cuda", {}) == ()
     driver.unlink()
