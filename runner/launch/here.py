@@ -11,7 +11,7 @@ import click
 
 from manifests.command.interpreter import module_command, safe_environment
 from manifests.command.signals import deferred
-from runner.launch.run_folder import RunFolder, claim_log_dir
+from runner.launch.run_folder import RunFolder, check_free, claim_log_dir
 from runner.launch.schedulers.local import record_here
 from runner.launch.supervisor import stopping
 from runner.preflight.preflight import check_torch
@@ -41,6 +41,7 @@ def launch_here(
         return
     if run is not None:
         make_log_dir(run.path)
+        check_free(run.path)  # asks a scheduler, which may not answer, before signals are deferred
     with deferred():  # the process on record always writes how it ended
         if run is not None:
             with claim_log_dir(run.path):

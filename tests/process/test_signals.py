@@ -120,6 +120,26 @@ def test_signal_while_a_job_begins_ends_it_with_a_word_and_it_counts_as_stopped(
     assert found["state"] == "STOPPED"
 
 
+def test_launch_that_waits_for_a_scheduler_ends_at_a_signal(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log folder has a job of it on record, which may still run."""
+    record = {"scheduler": "slurm", "id": "7", "name": "theirs", "output": str(tmp_path / "log" / "slurm-7.out")}
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "job.json").write_text(json.dumps(record))
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked; exec sleep 50\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    process = start(*commands(packed, tmp_path)["launch"])
+    while not (tmp_path / "asked").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    sent_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    check_word(process)
+    assert time.monotonic() < sent_s + 30
+
+
 def test_second_ctrl_c_ends_a_command_that_waits_for_a_store_without_an_answer() -> None:
     """The main thread is in a request, from which Python's handlers are not run."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
