@@ -110,11 +110,22 @@ def end_at_signals(
 
 @contextlib.contextmanager
 def deferred() -> Iterator[None]:
-    """Block signals until the block has ended, or until the program that it executes unblocks them."""
+    """Block signals until the block has ended, or until the program that it executes unblocks them.
+
+    What another thread receives, of which signals are not blocked, is left pending for this one.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which signals do not interrupt
+        yield
+        return
+    thread = threading.get_ident()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    _handle(lambda number, frame: signal.pthread_kill(thread, number))
     try:
         yield
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 

@@ -163,3 +163,31 @@ def test_signal_that_the_caller_ignores_is_ignored(number: signal.Signals, packe
     process = start(*commands(packed, tmp_path)["pack"], prepare=lambda: signal.signal(number, signal.SIG_IGN))
     process.send_signal(number)
     assert (process.communicate(timeout=60)[1], process.returncode) == ("", 0)
+
+
+DEFERS = """
+import time
+from manifests.command.signals import deferred, interrupts
+with interrupts() as interruptible:
+    interruptible()
+    try:
+        with deferred():
+            print("begun", flush=True)
+            for _ in range(20):
+                time.sleep(0.05)
+            print("whole", flush=True)
+        print("too late")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_signal_that_is_deferred_waits_whichever_thread_receives_it(number: signal.Signals) -> None:
+    """A thread watches for a second Ctrl-C, and receives what the main thread has blocked."""
+    command = [sys.executable, "-c", DEFERS]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(number)
+        assert process.communicate(timeout=60)[0] == "whole\ninterrupted\n"
