@@ -33,6 +33,7 @@ _STALE_S = 60.0
 _SETTLE_S = 2.0
 _ASK_AGAIN_S = 0.1
 _UNNAMED_S = 2.0  # within which the process that got the flock has written its name
+_RELEASED = (errno.ENOENT, errno.ESTALE)  # the owner has removed its lock file; NFS answers either
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _SHARED = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "glusterfs", "wekafs", "9p")
 
@@ -187,10 +188,11 @@ def _acquire(path: Path, claimant: _Owner, where: str, stale_s: float) -> int:
                 if (winner := _read_again(path)) is not None and winner.nonce != claimant.nonce:
                     raise _in_use(where, winner)
             return descriptor
-        except BaseException:
+        except BaseException as error:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-            raise
+            if not isinstance(error, OSError) or error.errno not in _RELEASED:
+                raise
 
 
 def _flock(descriptor: int) -> bool:

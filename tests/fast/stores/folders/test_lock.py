@@ -69,6 +69,13 @@ def test_lock_of_a_dead_process_is_taken_over_however_the_clocks_differ(
     assert (clock.now_s, path.exists()) == (watched_s, False)
 
 
+def test_lock_that_is_released_while_it_is_watched_is_taken_at_once(tmp_path: Path, clock: Clock) -> None:
+    path, _ = put_lock(tmp_path, 0)
+    clock.on_tick.append(lambda now_s: path.unlink() if now_s == 2 else None)
+    take(path)
+    assert (clock.now_s, path.exists()) == (2, False)
+
+
 @pytest.mark.parametrize("may_be_removed", [False, True])
 def test_lock_that_was_taken_over_is_noticed_and_one_that_was_removed_if_that_matters(
     may_be_removed: bool, tmp_path: Path
