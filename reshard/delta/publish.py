@@ -8,12 +8,12 @@ are spooled to disk, since a header needs their sizes, and comes first. Memory: 
 from __future__ import annotations
 
 import shutil
-import tempfile
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
 from manifests.digest import digest_bytes
@@ -383,7 +383,8 @@ def _publishing(chain: Address) -> Iterator[Path]:
     """Yield a folder for the spool, while no other process of this machine publishes to the chain."""
     check_chain(open_store(str(chain)), str(chain))
     if isinstance(chain, str):
-        with tempfile.TemporaryDirectory(prefix="reshard-publish-") as folder:
+        hint = "set TMPDIR to a folder on a larger disk"
+        with writing_to("TMPDIR", hint), TemporaryDirectory(prefix="reshard-publish-") as folder:
             yield Path(folder)
         return
     with writing_to(str(chain)):

@@ -339,9 +339,9 @@ def _rename_for_good(rename: Callable[[], None], undo: Callable[[], None], folde
 
 
 @contextmanager
-def writing_to(where: str) -> Iterator[None]:
+def writing_to(where: str, hint: str = "") -> Iterator[None]:
     """Raise OutputError for what the system refuses while the block writes there."""
-    with system_errors(where, "cannot be written", code="output.unwritable", names_file=True):
+    with system_errors(where, "cannot be written", hint, code="output.unwritable", names_file=True):
         yield
 
 

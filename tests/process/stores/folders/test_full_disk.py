@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import llama_config, pack, refusal, reshard, write_model
+from tests.builders import llama_config, pack, random_tensors, refusal, reshard, write_model
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED: a full disk. Only root can mount a small one")
 
@@ -90,6 +91,23 @@ def test_disk_that_another_process_fills_meanwhile_is_one_error(verb: str, sourc
     assert (".out.partial" in error["hint"]) == (disk / ".out.partial").exists()
     (disk / "ballast").unlink()
     assert reshard(*verbs(source)[verb], "--out", disk / "out").code == 0
+
+
+def test_temporary_folder_that_is_full_is_one_error(
+    source: Path, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The differences to a chain at an address are collected there."""
+    chain = f"file://{tmp_path / 'chain'}"
+    (tmp_path / "chain").mkdir()
+    assert reshard("delta", "publish", source, "--chain", chain).code == 0
+    config = json.loads((source / "config.json").read_text())
+    write_model(tmp_path / "next", config, random_tensors(config, seed=1), num_shards=2)
+    (disk / "ballast").write_bytes(bytes(DISK_NBYTES * 3 // 4))
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    refused = refusal("delta", "publish", tmp_path / "next", "--chain", chain)
+    assert refused.found == (3, "output.disk-full", "TMPDIR")
+    assert [path.name for path in disk.iterdir()] == ["ballast"]
+    assert [path.name for path in (tmp_path / "chain").iterdir()] == ["weight_v000001"]
 
 
 def fill(disk: Path, process: subprocess.Popen[str]) -> None:
