@@ -58,6 +58,8 @@ from stores.objects.output import ObjectTarget, open_output
 from stores.open import open_store
 from stores.versions import check_chain, numbers_in
 
+_Written = tuple[list[str], int, str | None]  # of a shard: FQNs, bytes, and its ETag in a bucket
+
 _PATIENCE_S = 30.0  # with another publisher, or a prune of the chain
 
 
@@ -192,8 +194,8 @@ class Publisher(InFlight[PublishReport]):
             number=number,
             is_full=not is_delta,
             num_tensors=new.num_tensors,
-            num_changed=sum(len(fqns) for fqns, _ in written.values()),
-            nbytes=sum(nbytes for _, nbytes in written.values()),
+            num_changed=sum(len(fqns) for fqns, _, _ in written.values()),
+            nbytes=sum(nbytes for _, nbytes, _ in written.values()),
         )
 
     def _hashed(self, state: Held) -> _State:
@@ -260,19 +262,20 @@ class Publisher(InFlight[PublishReport]):
         base: _State | None,
         hurries: Callable[[], bool],
         stop: Event,
-    ) -> dict[str, tuple[list[str], int]]:
-        """Write this rank's shards of a full version, or of a delta of `base`; return FQNs and bytes of each."""
-        is_cancelled, written = partial(self._is_cancelled, stop), dict[str, tuple[list[str], int]]()
+    ) -> dict[str, _Written]:
+        """Write this rank's shards of a full version, or of a delta of `base`."""
+        is_cancelled, written = partial(self._is_cancelled, stop), dict[str, _Written]()
 
         def write(root: Path) -> Generator[None, None, list[str]]:
             for path, fqns in self._shards.items():
                 if base is None:
                     pieces = [new.pieces[fqn] for fqn in fqns]
                     shard = yield from write_shard(pieces, root, path, WEIGHTS, is_cancelled, new.digests)
-                    written[path] = fqns, shard.nbytes
+                    written[path] = fqns, shard.nbytes, None
                 elif changed := [fqn for fqn in fqns if new.digests[fqn] != base.digests[fqn]]:
                     pairs = {fqn: (base.pieces[fqn].memory, new.pieces[fqn].memory) for fqn in changed}
-                    written[path] = changed, (yield from write_delta(root / path, pairs, new.digests, is_cancelled))
+                    nbytes = yield from write_delta(root / path, pairs, new.digests, is_cancelled)
+                    written[path] = changed, nbytes, None
             return []
 
         with self._timer.working():
@@ -288,28 +291,26 @@ class Publisher(InFlight[PublishReport]):
 
             with TemporaryDirectory(prefix="publish-") as root:
                 run_beside_training(write(Path(root)), hurries)
-                for path, (_, size) in written.items():
+                for path, (fqns, size, _) in written.items():
                     prefix.writer(path, size, check).write_all(Blocks(LocalFile(Path(root) / path)))
+                    written[path] = fqns, size, prefix.look_up(path).etag
         return written
 
-    def _commit(
-        self, place: str | bytes, metadata: Mapping[str, str], written: Mapping[str, tuple[list[str], int]]
-    ) -> None:
+    def _commit(self, place: str | bytes, metadata: Mapping[str, str], written: Mapping[str, _Written]) -> None:
         """Write the auxiliary files of a full version, and the index, with which it exists."""
-        weight_map = {fqn: path for path, (fqns, _) in written.items() for fqn in fqns}
+        weight_map = {fqn: path for path, (fqns, _, _) in written.items() for fqn in fqns}
         files = {} if "base_version" in metadata else dict(self._files)
         index = encode_version(metadata, self._file_digests, weight_map)
-        sizes = {path: nbytes for path, (_, nbytes) in written.items()}
         if isinstance(place, str):
-            check_sizes(Path(place), sizes)
+            check_sizes(Path(place), {path: nbytes for path, (_, nbytes, _) in written.items()})
             for name, data in {**files, INDEX_NAME: index}.items():
                 self._timer.beat()
                 (Path(place) / name).parent.mkdir(parents=True, exist_ok=True)
                 write_file(Path(place) / name, data)
             return
         assert self._output is not None, "rank 0 has opened it"
-        for name, nbytes in sizes.items():
-            self._output.note(name, nbytes)
+        for name, (_, nbytes, etag) in written.items():
+            self._output.note(name, nbytes, etag)
         for name, data in files.items():
             self._timer.beat()
             self._output.put(name, data)

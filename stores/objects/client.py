@@ -121,9 +121,9 @@ class ObstoreClient:
         with explained(f"{self.url}/{name}"):
             return bytes(self.quick.get(name).bytes())
 
-    def put(self, name: str, data: bytes) -> None:
+    def put(self, name: str, data: bytes) -> ObjectEntry:
         with explained(f"{self.url}/{name}"):
-            self.quick.put(name, data)
+            return _entry(name, len(data), self.quick.put(name, data)["e_tag"])
 
     def create(self, name: str, data: bytes) -> bool:
         """Create a small object; return False if another one exists."""

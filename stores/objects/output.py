@@ -103,6 +103,7 @@ class ObjectTarget:
         self._progress = progress or CompletedObjects("", lock)
         self._reusable = dict(completed or {})
         self._nbytes: dict[str, int] = {}
+        self._etags: dict[str, str | None] = {}
         self._writers: list[ObjectWriter] = []
         self._may_be_committed = False
         self._beside = WaitingPool(NUM_AT_ONCE, "beside")
@@ -141,17 +142,17 @@ class ObjectTarget:
         entry = self._reusable.pop(name, None)
         if entry is None or entry.nbytes != nbytes:
             return None
-        self._nbytes[name] = nbytes
+        self._nbytes[name], self._etags[name] = nbytes, entry.etag
         return b"".join(self._client.read(entry, 0, head_nbytes))
 
     def put(self, name: str, data: bytes) -> None:
         self.check_lock()
         self._nbytes[name] = len(data)  # an interrupt may come right after the object has
-        self._client.put(name, data)
+        self._etags[name] = self._client.put(name, data).etag
 
-    def note(self, name: str, nbytes: int) -> None:
+    def note(self, name: str, nbytes: int, etag: str | None) -> None:
         """Note an object that another process has written under this lock, so that `commit` looks for it."""
-        self._nbytes[name] = nbytes
+        self._nbytes[name], self._etags[name] = nbytes, etag
 
     def copy(self, name: str, blocks: Blocks) -> None:
         """Write a file of any length.
@@ -167,6 +168,7 @@ class ObjectTarget:
             self.check_lock()
             self._nbytes[name] = blocks.nbytes
             self._client.writer(name, blocks.nbytes, self.check_lock).write_all(blocks)
+            self._etags[name] = self._client.look_up(name).etag
 
     def writer(self, name: str, nbytes: int, header: bytes, num_parts: int = NUM_PARTS) -> ObjectWriter:
         """Begin an object of `nbytes`, of which `header` is the start. Several may be open at a time."""
@@ -174,7 +176,7 @@ class ObjectTarget:
             if sent.done():
                 sent.result()
         writer = self._client.writer(name, nbytes, self.check_lock, lambda: self._completed(name), num_parts)
-        self._nbytes[name] = nbytes
+        self._nbytes[name], self._etags[name] = nbytes, None
         self._writers.append(writer)
         writer.write(memoryview(header), 0, len(header), 0)
         return writer
@@ -189,15 +191,20 @@ class ObjectTarget:
         """Write the file that commits the output, after everything else is complete."""
         assert not any(writer.is_open for writer in self._writers)
         self._wait_for_small()
+        self._settle_records()
         is_ours = self._beside.submit(self.check_lock)
         listed = list_objects(self._client)
         is_ours.result()
         for written, nbytes in self._nbytes.items():
+            where = f"{self._client.url}/{written}"
             nbytes_there = listed[written].nbytes if written in listed else 0
             if written not in listed or nbytes_there != nbytes:
-                where = f"{self._client.url}/{written}"
                 problem = f"{nbytes} bytes were written, the store has {nbytes_there}"
                 raise OutputError(where, problem, code="output.lost-object")
+            etags = {self._etags.get(written), listed[written].etag} - {None}
+            if len(etags) > 1:  # a writer that was taken over had it on its way
+                problem = "another process has replaced it"
+                raise OutputError(where, problem, "stop that process, and run again", code="output.contended")
         problem = "already exists: another process has finished here"
         done = OutputError(self._client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
         if name in listed:
@@ -207,7 +214,6 @@ class ObjectTarget:
         # Commit point: readers ignore a prefix without manifest.json, and refuse a locked one.
         if not self._client.create(name, data):
             raise done
-        self._settle_records()  # a later one would stay
         try:
             others = {PROGRESS_NAME, *self._progress.names} - self._nbytes.keys()  # what writers before sent late
             remove_objects(self._client, [*(others & listed.keys()), LOCK_NAME])
@@ -250,7 +256,9 @@ class ObjectTarget:
             self._records.append(self._beside.submit(self._record, name))
 
     def _record(self, name: str) -> None:
-        self._progress.add(self._client, {name: self._client.look_up(name)})
+        entry = self._client.look_up(name)
+        self._etags[name] = entry.etag
+        self._progress.add(self._client, {name: entry})
 
     def _wait_for_small(self, most: int = 0) -> None:
         """Wait until at most so many small files are being sent."""

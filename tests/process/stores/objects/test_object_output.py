@@ -241,6 +241,40 @@ def test_writer_that_was_taken_over_writes_over_nothing(moto: MotoServer) -> Non
     }
 
 
+@pytest.mark.parametrize("late", ["shard", "shard of another rank", "small file", "long file", "reused shard"])
+def test_object_that_a_writer_had_on_its_way_as_it_was_taken_over_is_not_committed(moto: MotoServer, late: str) -> None:
+    """It has as many bytes as the new one. Its writer looked at the lock before, and the network was slow."""
+    url, name = url_of(f"on-its-way/{late.replace(' ', '-')}"), "model.safetensors"
+    others, wanted = open_writable(url), {name, "manifest.json"}
+    data = shard(MIB if late != "long file" else 9 * MIB)
+    if late == "reused shard":
+        first = open_output(url, wanted=wanted, plan="plan")
+        write(first, name, data)
+        first.abort()
+        assert first.is_resumable
+    upload = others.writer(name, len(data))
+    upload.write(memoryview(shard(len(data), seed=1)), 0, len(data), 0)
+
+    def write_second() -> None:
+        with open_output(url, force=True, wanted=wanted, plan="plan") as second:
+            if late == "shard":
+                write(second, name, data)
+                assert second.is_resumable  # so that it is recorded
+            elif late == "reused shard":
+                assert second.completed(name, len(data), 8) == data[:8]
+            elif late == "shard of another rank":
+                others.writer(name, len(data)).write_all([data])
+                second.note(name, len(data), others.look_up(name).etag)
+            else:
+                second.copy(name, Blocks(MemoryFile(name, data)))
+            second.written()
+            upload.finish()
+            second.commit(MANIFEST)
+
+    assert refusal(write_second) == ("output.contended", f"{url}/{name}")
+    assert not [key for key in moto.objects(BUCKET, url.removeprefix(f"s3://{BUCKET}/")) if "manifest" in key]
+
+
 def test_object_that_got_lost_is_missed_before_the_commit(moto: MotoServer) -> None:
     url = url_of("lost")
     with open_output(url) as target:
