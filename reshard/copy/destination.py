@@ -53,13 +53,13 @@ def check_apart(out: Address, checkpoint: Checkpoint, *, may_replace: bool, opti
             raise OutputError(str(out), problem, hint, code="output.overlaps-source")
 
 
-def check_space(needed_nbytes: int, free_nbytes: int, folder: Path) -> None:
-    """Refuse to start writing below `folder` what the disk has no space for."""
-    if needed_nbytes > free_nbytes:
+def check_space(folder: Path, needed_nbytes: int, reused_nbytes: int = 0, *, option: str = "out") -> None:
+    """Refuse to start writing in a folder what its disk has no space for, with what will be overwritten."""
+    disk = shutil.disk_usage(folder)
+    free_nbytes = disk.free + reused_nbytes
+    if disk.total and needed_nbytes > free_nbytes:  # some file systems report 0 blocks
         problem = f"the disk has {show_bytes(free_nbytes)} free, expected at least {show_bytes(needed_nbytes)}"
-        raise OutputError(
-            str(folder.parent), problem, f"choose another disk for {Parameter('out')}", code="output.disk-full"
-        )
+        raise OutputError(str(folder), problem, f"choose another disk for {Parameter(option)}", code="output.disk-full")
 
 
 def _locations(checkpoint: Checkpoint) -> Iterator[str]:
@@ -101,8 +101,7 @@ class FolderTarget:
     def write_shards(self, shards: Sequence[OutputShard], options: WriteOptions) -> tuple[WrittenShard, ...]:
         # What an interrupted run left here will be overwritten.
         reused = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
-        free = shutil.disk_usage(self.folder).free + reused
-        check_space(sum(shard.nbytes for shard in shards), free, self.folder)
+        check_space(self.folder.parent, sum(shard.nbytes for shard in shards), reused)
         return write_shards(shards, self.folder, replace(options, journal=self.journal))
 
     def written(self, names: Collection[str]) -> dict[str, tuple[int, str]]:

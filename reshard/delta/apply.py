@@ -10,14 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from manifests.command.sizes import show_bytes
 from manifests.digest import digest_bytes
 from manifests.errors import OutputError, Parameter, ShardError, SourceError, UsageError
 from manifests.index import INDEX_NAME
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import read_small_file
 from manifests.versions import encode_files
-from reshard.copy.destination import check_unchanged
+from reshard.copy.destination import check_space, check_unchanged
 from reshard.copy.engine import WriteOptions, hash_tensors
 from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import ByteCounter, Progress, counting
@@ -126,7 +125,7 @@ def apply_delta(
         plan = _plan(folder, target, present, number, published or {})
         if not quick:
             plan = replace(plan, to_verify=[tensor for tensor in plan.unchanged if tensor.name not in hashed])
-        _check_space(folder, plan.shards, work.nbytes)
+        check_space(folder, sum(shard.nbytes for shard in plan.shards), work.nbytes, option="to")
         done = _carry_out(plan, target, work, wanted, before, (parallelism or Parallelism()).computing(), progress)
         shutil.rmtree(work.deltas, ignore_errors=True)
         return replace(done, verify_s=hash_s + done.verify_s, is_resumed=is_resumed)
@@ -289,13 +288,6 @@ def _differs(path: Path, item: AuxiliaryAt) -> bool:
     if not path.is_file():
         return True
     return digest_bytes(read_small_file(path)) != (item.digest or digest_bytes(read_whole(item.file)))
-
-
-def _check_space(folder: Path, shards: Sequence[OutputShard], reused_nbytes: int) -> None:
-    needed, free = sum(shard.nbytes for shard in shards), shutil.disk_usage(folder).free + reused_nbytes
-    if needed > free:
-        problem = f"the disk has {show_bytes(free)} free, the shards that change need {show_bytes(needed)}"
-        raise OutputError(str(folder), problem, f"choose another disk for {Parameter('to')}", code="output.disk-full")
 
 
 def _carry_out(

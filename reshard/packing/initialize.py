@@ -79,7 +79,7 @@ def initial_model(
         check_target(out, options.force, files_of_manifest)
         folder = scratch / "model"
         with writing_to(str(folder)):
-            check_space(2 * total, shutil.disk_usage(scratch).free, scratch)
+            check_space(scratch.parent, 2 * total)
             folder.mkdir()
             write_file(folder / CONFIG_NAME, document)
             for name in beside:

@@ -8,11 +8,12 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from stores.direct_io import BLOCK_NBYTES, Io, OutputFile, aligned_buffer
-from tests.builders import files_in, llama_config, pack, reshard, write_model
+from tests.builders import files_in, llama_config, pack, reshard, run, write_model
 
 CONFIG = llama_config(hidden_size=256, intermediate_size=1024, num_hidden_layers=4)
 
@@ -39,6 +40,20 @@ def test_every_road_to_the_disk_writes_the_same_bytes(flags: tuple[str, ...], so
     assert files_in(tmp_path / "asked") == files_in(tmp_path / "plain")
     assert reshard("export", tmp_path / "asked", "--to", "hf", "--out", tmp_path / "back", *flags).code == 0
     assert files_in(tmp_path / "back") == files_in(source)
+
+
+@pytest.mark.parametrize("verb", ["pack", "apply"])
+def test_file_system_that_does_not_report_its_space_is_not_taken_for_full(
+    verb: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FUSE reports 0 blocks where the program behind it has no statfs."""
+    run("delta", "publish", source, "--chain", tmp_path / "chain")
+    space = dict.fromkeys(("f_blocks", "f_bfree", "f_bavail"), 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**space, f_frsize=4096))
+    if verb == "pack":
+        pack(source, tmp_path / "out")
+    else:
+        run("delta", "apply", tmp_path / "chain", "--to", tmp_path / "out")
 
 
 @pytest.mark.usefixtures("strict_umask")
