@@ -65,10 +65,10 @@ class Journal:
 
         In the folder itself, it is also the record of the `names` that are written there, see `stores.folders.owned`.
         """
-        if self._done is None:
-            header = {"plan": self._key, "names": sorted(names)}
-            write_file(self.path, (json.dumps(header) + "\n").encode())
-            self._done = {}
+        lines = b"" if self._done is None else self.path.read_bytes().partition(b"\n")[2]
+        header = {"plan": self._key, "names": sorted(names)}  # of this run: auxiliary files are not of the plan
+        write_file(self.path, (json.dumps(header) + "\n").encode() + lines)
+        self._done = self._done or {}
 
     def digests(self, output: str, position: int) -> list[str] | None:
         """Return the hex digests of the run that begins at `position` of a shard, if it was written."""

@@ -99,6 +99,28 @@ def test_export_is_resumed_too(tmp_path: Path) -> None:
     assert out.stat().st_ino == inode
 
 
+@pytest.mark.parametrize("third", ["the same plan", "another plan"])
+def test_auxiliary_file_that_a_resumed_run_added_is_not_of_others(third: str, tmp_path: Path) -> None:
+    write_model(tmp_path / "source", num_shards=SHARDS)
+    checkpoint = open_source(str(tmp_path / "source"))
+    shards = lay_out("tiny", checkpoint, LayoutRequest(spec="pp=4"), Assumptions()).plan.shards_on()
+    out = tmp_path / "out"
+
+    def fail_after(name: str) -> None:
+        with open_target(out, shards, force=False, wanted={name}) as target:
+            target.write_shards(shards, WriteOptions())
+            target.put(name, b"{}")
+            raise UnreachableError("server", "is away", code="store.unreachable")
+
+    for name in ("README.md", "vocab.json"):
+        with pytest.raises(UnreachableError):
+            fail_after(name)
+    shards = shards if third == "the same plan" else shards[:1]
+    with open_target(out, shards, force=False) as target:
+        target.write_shards(shards, WriteOptions())
+    assert set(files_in(out)) == {shard.path for shard in shards}
+
+
 def test_source_that_is_cut_short_meanwhile_leaves_nothing_to_resume_from(tmp_path: Path) -> None:
     write_model(tmp_path / "source", num_shards=SHARDS)
     checkpoint = open_source(str(tmp_path / "source"))
