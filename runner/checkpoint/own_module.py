@@ -90,7 +90,7 @@ def save_stages(
     when it is whole. Parameters keep their dtype. Tied weights must be equal: sum their gradients on all their stages.
 
     `runner launch MANIFEST -- --resume OUT` continues from it, at any number of ranks, if there is an `optimizer`: an
-    AdamW that has taken `step` steps, whose state is written too. Its learning rate is written as a constant: give the
+    AdamW that has taken `step` steps, whose state is written too. Its learning rates are written as constants: give the
     flags of a schedule. `max_norm` is that of gradient clipping, 0 without it.
 
     Shapes: parameters as `load_stages` fills them, of the shapes that the files of `manifest` have; slices of DTensors.
@@ -283,21 +283,24 @@ def _training_of(parts: Sequence[_Part], training: TrainingState, max_norm: floa
     """Return the training state with the dtypes and optimizer groups of all ranks."""
     dtypes = {dtype for part in parts for dtype in part.dtypes if dtype.is_floating_point}
     training = replace(training, dtype=_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None)
-    fqns: dict[ParameterGroup, frozenset[str]] = {}
+    fqns: dict[_Group, frozenset[str]] = {}
     for part in parts:
-        for (group, _), names in part.groups.items():
-            fqns[group] = fqns.get(group, frozenset()) | names
+        for key, names in part.groups.items():
+            fqns[key] = fqns.get(key, frozenset()) | names
     if not fqns:
         return training
-    # As a run writes them: the first group has no list, the other has the parameters without weight decay.
-    first, *others = sorted(fqns, key=lambda group: (-group.weight_decay, -len(fqns[group])))
-    groups = (first, *(replace(group, fqns=tuple(sorted(fqns[group]))) for group in others))
-    rates = {rate for part in parts for _, rate in part.groups}
-    rate = LearningRate(peak=max(rates), warmup_steps=0, decay="constant", decay_steps=training.step, minimum=0.0)
+    # As a run writes them: the first group has no list, the other has the parameters without weight decay. Rates are
+    # multiples of the first one's, which is 0 if all are.
+    first, *others = sorted(fqns, key=lambda of: (not of[1], -of[0].weight_decay, -len(fqns[of])))
+    peak = first[1]
+    groups = [first[0]]
+    for group, rate in others:
+        factor = None if rate == peak else rate / peak
+        groups.append(replace(group, fqns=tuple(sorted(fqns[group, rate])), rate_factor=factor))
     return replace(
         training,
-        optimizer=OptimizerState(name="AdamW", max_norm=max_norm, groups=groups),
-        learning_rate=rate if len(rates) == 1 else None,
+        optimizer=OptimizerState(name="AdamW", max_norm=max_norm, groups=tuple(groups)),
+        learning_rate=LearningRate(peak=peak, warmup_steps=0, decay="constant", decay_steps=training.step, minimum=0.0),
     )
 
 

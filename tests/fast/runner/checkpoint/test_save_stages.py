@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import reshard
 import runner
 from manifests.errors import UserError
+from manifests.optimizer_state import GroupNumbers
 from tests.builders import reshard as command
 from tests.fast.runner.tiny import load_model, save_model
 
@@ -40,9 +41,9 @@ def model(place: Path) -> nn.Module:
     return load_model(place / "model")
 
 
-def trained(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+def trained(model: nn.Module, groups: Any = None, **options: Any) -> torch.optim.AdamW:
     """Return an optimizer that has taken one step."""
-    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    optimizer = torch.optim.AdamW(groups or model.parameters(), **options)
     model(torch.arange(8).view(1, 8)).logits.float().square().mean().backward()
     optimizer.step()
     return optimizer
@@ -67,15 +68,31 @@ def test_groups_of_the_optimizer_are_those_that_a_run_resumes(place: Path, model
     bare = [weight for weight in model.parameters() if weight.dim() == 1]
     others = [weight for weight in model.parameters() if weight.dim() > 1]
     groups = [{"params": bare, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.1}]
-    optimizer = torch.optim.AdamW(groups, lr=2e-3, betas=(0.9, 0.95))
-    model(torch.arange(8).view(1, 8)).logits.float().square().mean().backward()
-    optimizer.step()
+    optimizer = trained(model, groups, lr=2e-3, betas=(0.9, 0.95))
     runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=1, optimizer=optimizer, max_norm=1.0)
     training = reshard.open(tmp_path / "out").manifest.training
     first, second = training.optimizer.groups
     assert (first.weight_decay, first.beta2, first.fqns, second.weight_decay) == (0.1, 0.95, (), 0.0)
     assert set(second.fqns) == {name for name, weight in model.named_parameters() if weight.dim() == 1}
     assert (training.learning_rate.peak, training.optimizer.max_norm, training.dtype) == (2e-3, 1.0, "F32")
+
+
+@pytest.mark.parametrize("rates", [(1e-4, 1e-3), (1e-3, 0.0), (0.0, 1e-3), (0.0, 0.0)])
+def test_each_group_keeps_its_learning_rate(
+    place: Path, model: nn.Module, tmp_path: Path, rates: tuple[float, float]
+) -> None:
+    embedding = model.get_parameter("model.embed_tokens.weight")
+    others = [weight for weight in model.parameters() if weight is not embedding]
+    optimizer = trained(
+        model, [{"params": [embedding], "lr": rates[0]}, {"params": others, "lr": rates[1]}], weight_decay=0.1
+    )
+    runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=1, optimizer=optimizer)
+    training = reshard.open(tmp_path / "out").manifest.training
+    numbers, fqn_of = GroupNumbers(training.optimizer.groups), {id(at): name for name, at in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            factor = training.optimizer.groups[numbers.of(fqn_of[id(weight)])].rate_factor
+            assert training.learning_rate.peak * (1 if factor is None else factor) == pytest.approx(group["lr"])
 
 
 @pytest.mark.parametrize(
