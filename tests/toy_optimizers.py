@@ -26,6 +26,21 @@ class Signs(torch.optim.Optimizer):
                     weight.add_(self.direction(momentum), alpha=-group["lr"])
 
 
+class Relative(Signs):
+    """Step by the share of the rate it is constructed with, as decoupled decay of lion_pytorch and AdaBound do."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        self.first = lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.mul_(1 - 0.1 * group["lr"] / self.first)
+
+
 class Normed(Signs):
     """Step along a momentum that is divided by its norm, which no slice knows."""
 

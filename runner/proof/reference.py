@@ -277,9 +277,9 @@ def _take_step(
         matrices = [torch.nn.Parameter(part.clone()) for part in algorithm.matrices(weight)]
         for matrix, of_matrix in zip(matrices, algorithm.matrices(gradient), strict=True):
             matrix.grad = of_matrix.to(weight.dtype)
-        optimizer = algorithm.make(matrices)
+        optimizer = algorithm.make(matrices, algorithm.scale_rate(_LR))
         for group in optimizer.param_groups:
-            group["lr"] = _LR * (1.0 if algorithm.group.rate_factor is None else algorithm.group.rate_factor)
+            group["lr"] = algorithm.scale_rate(_LR)
         optimizer.step()
         flat[place] = torch.stack([matrix.detach() for matrix in matrices]).view(weight.shape)
         coarse |= {fqn} if algorithm.num_dims == {2} else set()

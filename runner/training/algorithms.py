@@ -46,11 +46,15 @@ class Algorithm:
 
     name: str
     group: ParameterGroup
-    make: Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
+    make: Callable[[Sequence[torch.Tensor], float], torch.optim.Optimizer]  # with the group's peak rate
     is_elementwise: bool
     kinds: tuple[StateKind, ...] = ()
     num_dims: frozenset[int] = frozenset()
     first_step: object = None  # the step count before step 1: a tensor or a number; None: it has none
+
+    def scale_rate(self, lr: float) -> float:
+        """Return the group's learning rate where that of the run is `lr`."""
+        return lr if self.group.rate_factor is None else lr * self.group.rate_factor
 
     def matrices(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return what one call of the class takes of a tensor: of a stack that it does not take, each matrix."""
@@ -144,11 +148,12 @@ def _algorithm(group: ParameterGroup, optimizer_name: str) -> Algorithm:
     if group.weight_decay or "weight_decay" in inspect.signature(cls).parameters:
         options["weight_decay"] = group.weight_decay
 
-    def make(weights: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
+    def make(weights: Sequence[torch.Tensor], peak: float) -> torch.optim.Optimizer:
         # On the CPU torch chooses: one weight at a time.
         is_fused = name in ADAMS and "foreach" not in options and all(weight.is_cuda for weight in weights)
         try:
-            optimizer = cls(list(weights), lr=1.0, **({"fused": True} if is_fused else {}) | options)
+            # Some classes divide by this rate later, and some refuse 0, at which no step changes anything.
+            optimizer = cls(list(weights), lr=peak or 1.0, **({"fused": True} if is_fused else {}) | options)
         except Exception as error:
             raise _refusal(name, error) from error
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -264,7 +269,7 @@ def _train(
 ) -> tuple[list[torch.Tensor], list[dict[str, object]]]:
     """Return weights after some steps of a new optimizer, and its state of each of them."""
     weights = [nn.Parameter(whole.clone()) for whole in wholes]
-    optimizer = algorithm.make(weights)
+    optimizer = algorithm.make(weights, 0.1)
     for group in optimizer.param_groups:
         group["lr"] = 0.1
     before = _settings(optimizer)

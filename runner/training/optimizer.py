@@ -50,12 +50,12 @@ class Optimizer:
         for number, algorithm in enumerate(self.algorithms):
             weights = [self._weights[key] for key, of in self._numbers.items() if of == number and key not in whole]
             if weights:  # torch refuses an empty list; a stage may have no parameters
-                self._by_group[number] = algorithm.make(weights)
+                self._by_group[number] = algorithm.make(weights, algorithm.scale_rate(options.lr))
                 for weight in weights:
                     prepare_state(algorithm, self._by_group[number], weight)
         self._whole: WholeMatrices | None = None
         if not all(algorithm.is_elementwise for algorithm in self.algorithms):
-            self._whole = WholeMatrices(chunks, whole, self.algorithms, mesh.replica if mesh else None)
+            self._whole = WholeMatrices(chunks, whole, self.algorithms, mesh.replica if mesh else None, options.lr)
         self._is_whole = whole.keys()
         self._skipped = set[int]()  # the ids of parameters that had no gradient in some step
         # In float32 at least: in bfloat16, steps of an average towards a weight are lost.
@@ -170,9 +170,8 @@ class Optimizer:
         lr = rate_at(step, self.options.schedule)
         for optimizers in (self._by_group, self._whole.optimizers if self._whole else {}):
             for number, optimizer in optimizers.items():
-                factor = self.plan.groups[number].rate_factor
                 for group in optimizer.param_groups:
-                    group["lr"] = lr if factor is None else lr * factor
+                    group["lr"] = self.algorithms[number].scale_rate(lr)
         for _, parameter in self.parameters:
             # One that is not trained, such as a router's bias in some models, does not decay either.
             gradient = parameter.grad if parameter.requires_grad else None

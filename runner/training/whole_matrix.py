@@ -68,7 +68,8 @@ def assign_owners(costs: Mapping[_Key, int], num_ranks: int) -> dict[_Key, int]:
 class WholeMatrices:
     """The units of this rank's stages: their state where this rank is the owner, and the steps of them.
 
-    The constructor is a collective of the group. `numbers` has the group of each parameter, by its id.
+    The constructor is a collective of the group. `numbers` has the group of each parameter, by its id; `peak` is the
+    learning rate after warmup.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class WholeMatrices:
         numbers: Mapping[int, int],
         algorithms: Sequence[Algorithm],
         group: dist.ProcessGroup | None,
+        peak: float,
     ) -> None:
         self._algorithms, self._group = algorithms, group
         self._rank, self._size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
@@ -104,7 +106,7 @@ class WholeMatrices:
                 self._placeholders[unit.key] = tuple(nn.Parameter(part) for part in algorithm.matrices(whole))
                 placeholders += self._placeholders[unit.key]
             if placeholders:
-                self._optimizers[number] = algorithm.make(placeholders)
+                self._optimizers[number] = algorithm.make(placeholders, algorithm.scale_rate(peak))
                 for placeholder in placeholders:
                     prepare_state(algorithm, self._optimizers[number], placeholder)
 

@@ -33,6 +33,7 @@ from runner.training.optimizer import Optimizer
 from runner.training.ties import build_ties, lead_parameters
 from runner.training.whole_matrix import WholeMatrices, assign_owners, cost_of
 from tests.fast.runner.tiny import CPU, EMBEDDING, HEAD, head_tie, split_evenly
+from tests.toy_optimizers import Relative
 
 Named = Mapping[str, torch.Tensor]
 LR = 0.01
@@ -248,6 +249,24 @@ def test_average_follows_the_weights_and_a_group_may_be_left_out_of_clipping(tmp
     assert clipped == {fqn for fqn, _ in optimizer.parameters if "norm" not in fqn}
 
 
+@pytest.mark.parametrize(("factor", "elementwise"), [(0.5, "true"), (0.5, "false"), (0, "true")])
+def test_class_is_constructed_with_the_peak_rate_of_its_group(tmp_path: Path, factor: float, elementwise: str) -> None:
+    file = tmp_path / "groups.toml"
+    text = f'[[group]]\nalgorithm = "tests.toy_optimizers.Relative"\nrate_factor = {factor}\n'
+    file.write_text(f"{text}elementwise = {elementwise}")
+    optim = optim_of("llama", "--optimizer", str(file), "--warmup-steps", "2")
+    chunks, expected = chunks_of("llama", 1), chunks_of("llama", 1)
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim, chunks)
+    of_package = Relative(expected[0].body.parameters(), lr=factor * LR or 1.0)
+    for step in range(3):
+        for stages in (chunks, expected):
+            gradients(stages, step)
+        of_package.param_groups[0]["lr"] = factor * optimizer.step(step)
+        of_package.step()
+    weights = {piece.fqn: piece.memory for piece in all_pieces(expected)}
+    assert [piece.fqn for piece in all_pieces(chunks) if not torch.equal(piece.memory, weights[piece.fqn])] == []
+
+
 def test_average_of_bfloat16_weights_moves_by_less_than_they_can() -> None:
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = Optimizer([("weight", weight)], OptimOptions(lr=0.0, weight_decay=0.0, ema=0.999))
@@ -302,10 +321,10 @@ def test_exchanges_of_whole_tensors_are_in_flight_while_others_are_stepped(
 
     monkeypatch.setattr(dist, "all_to_all_single", noted)
     monkeypatch.setattr(whole_matrix, "_ROUND", 1)  # each tensor by itself
-    whole = WholeMatrices(chunks, numbers, algorithms, one_rank)
+    whole = WholeMatrices(chunks, numbers, algorithms, one_rank, LR)
     whole.optimizers[0].register_step_pre_hook(lambda *_: events.append(("stepped", 0)))
     whole.step()
-    WholeMatrices(alone, others, algorithms, None).step()
+    WholeMatrices(alone, others, algorithms, None, LR).step()
     assert all(torch.equal(one.memory, two.memory) for one, two in zip(*map(all_pieces, (chunks, alone)), strict=True))
     # Tensors arrive by the exchanges 0, 1, 3, 5, ..., and leave by 2, 4, 6, ..., the last.
     last = len(whole.units) - 1
