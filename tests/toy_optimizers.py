@@ -64,6 +64,16 @@ class Counting(Signs):
             group["step"] = group.get("step", 0) + 1
 
 
+class CountingItself(Signs):
+    """Count steps of all parameters together in an attribute."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.count += 1
+
+
 class MatricesAlone(Signs):
     """Take matrices, and say so of others with an assertion."""
 

@@ -289,8 +289,10 @@ def _train(
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> str:
-    """Return what an optimizer has of its groups but not of each parameter: a checkpoint has nothing of it."""
-    return repr([{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups])
+    """Return what an optimizer has of its groups or of itself, not of each parameter: a checkpoint has none of it."""
+    numbers = {key: value for key, value in vars(optimizer).items() if type(value) in (int, float)}
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return repr((numbers, groups))
 
 
 def _refusal(name: str, error: Exception) -> UsageError:

@@ -197,6 +197,7 @@ def test_pattern_of_either_name_has_a_tied_weight_whichever_of_them_is_stored(
         ('[[group]]\nalgorithm = "tests.toy_optimizers.RowNormed"\nelementwise = true', "options.optimizer"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.Counting"\nelementwise = true', "options.optimizer"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.Counting"', "options.optimizer"),
+        ('[[group]]\nalgorithm = "tests.toy_optimizers.CountingItself"', "options.optimizer"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.MatricesAlone"', "options.optimizer-pattern"),
         ('[[group]]\nalgorithm = "tests.toy_optimizers.MatricesAlone"\nelementwise = true',
          "options.optimizer-pattern"),
