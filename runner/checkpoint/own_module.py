@@ -123,10 +123,13 @@ def save_stages(
             named = {holds: to_hf([state[holds] for state in states]) for holds in kinds}
             check_names(packed, stages, {fqn: fqn for fqn in named[WEIGHTS]})
             pieces = {holds: _pieces_of(packed, stages, tensors) for holds, tensors in named.items()}
+            exact = (*packed.shape.untrained_suffixes, *packed.shape.float32_suffixes)
             part = _Part(
                 rank=rank,
                 regions=frozenset(map(_region_of, _all_of(pieces[WEIGHTS]))),
-                dtypes=frozenset(piece.memory.dtype for piece in _all_of(pieces[WEIGHTS])),
+                dtypes=frozenset(
+                    piece.memory.dtype for piece in _all_of(pieces[WEIGHTS]) if not piece.fqn.endswith(exact)
+                ),
                 groups={} if optimizer is None else _groups_of(models, optimizer, to_hf),
                 tied=_digests_of_ties(packed, pieces),
             )

@@ -246,6 +246,8 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         lines.append("the checkpoint has no position in the data: --data is read from its first sequence")
     if training is not None and training.learning_rate is None and "lr" not in given_options.given:
         lines.append(f"the checkpoint has no learning rate: this run uses --lr {options.optim.lr}")
+    if training is not None and training.dtype is None and "dtype" not in given_options.given:
+        lines.append(f"the checkpoint has no dtype of training: this run uses --dtype {options.compute.dtype}")
     if options.resume.restart_data and training is None:
         lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
     for name in ("min_lr", "decay_steps") if options.optim.decay == "constant" else ():

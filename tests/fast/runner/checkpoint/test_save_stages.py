@@ -14,12 +14,15 @@ from torch import nn
 from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 import reshard
 import runner
 from manifests.errors import UserError
 from manifests.optimizer_state import GroupNumbers
 from tests.builders import reshard as command
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.tiny import load_model, save_model
 
 
@@ -113,6 +116,31 @@ def test_optimizer_that_no_run_could_resume_is_refused(
         runner.save_stages(place / "pp1", 0, model, tmp_path / "out", step=step, optimizer=optimizer_of(model))
     assert (error.value.code, error.value.where) == ("checkpoint.unsupported-optimizer", "rank 0: optimizer")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM"])
+def test_what_a_model_keeps_in_float32_does_not_count_as_the_dtype_of_training(
+    tmp_path: Path, architecture: str
+) -> None:
+    save_tiny(tmp_path / "model", architecture)
+    reshard.pack(tmp_path / "model", tmp_path / "pp1", "pp=1")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.bfloat16, torch.float32}
+    runner.save_stages(tmp_path / "pp1", 0, model, tmp_path / "out", step=1, adapter=OfTransformers(model))
+    assert reshard.open(tmp_path / "out").manifest.training.dtype == "BF16"
+
+
+class OfTransformers:
+    """An adapter that splits stacks of experts as transformers does when it saves."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def to_hf(self, state_dict: dict[str, Any], /) -> dict[str, Any]:
+        return dict(revert_weight_conversion(self.model, state_dict))
+
+    def from_hf(self, hf_state_dict: dict[str, Any], /) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 def test_modules_of_another_model_are_refused(place: Path, model: nn.Module, tmp_path: Path) -> None:

@@ -352,7 +352,8 @@ def test_what_a_run_takes_from_its_checkpoint_is_said(place: Path, wording: Word
 
 def test_what_a_checkpoint_of_another_trainer_lacks_is_said(place: Path, tmp_path: Path, wording: Wording) -> None:
     trained = shutil.copytree(place / "trained", tmp_path / "trained")
-    edit_manifest(trained, lambda document: document["training"].update(data=None, learning_rate=None))
+    edit_manifest(trained, lambda document: document["training"].update(data=None, learning_rate=None, dtype=None))
     found = noted(open_packed(trained), "--save", "s", "--steps", "90", is_resumed=True)
-    wording("\n".join(found[:2]))
-    assert len(noted(open_packed(trained), "--save", "s", "--steps", "90", "--lr", "0.1", is_resumed=True)) == 2
+    wording("\n".join(found[:3]))
+    given = ("--lr", "0.1", "--dtype", "fp32")
+    assert len(noted(open_packed(trained), "--save", "s", "--steps", "90", *given, is_resumed=True)) == 2
