@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, Protocol, Self, runtime_checkable
 
-from stores.base import InputFile, Range, merge_ranges
+from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.net.retries import Streams
 
 STREAM_NBYTES = 10 << 20  # a request, and those that wait to be read
@@ -25,6 +25,7 @@ _LEAST_REQUEST_NBYTES = 1 << 20
 _LAST_REQUEST_NBYTES = 2 << 20
 _MOST_SPARE = 16  # requests' memory that waits to be used again
 _GAP_NBYTES = 64 << 10  # read too, in place of another request
+_LEAST_OPENED_NBYTES = 64 << 10  # a request of a file that is opened by itself
 
 # Of a reader by itself, which has few requests, and bridges longer gaps.
 GAP_NBYTES = 1 << 20
@@ -100,6 +101,19 @@ class Prefetcher:
                 file.streams.fix(self._fixed)
         return self._fetches[file]
 
+    def open(self, file: InputFile, begin: int, end: int, most_nbytes: int) -> Reader:
+        """Open a file to read a range of it in order; the requests of a remote one take `most_nbytes`, or one does."""
+        fetch = self.fetch_of(file)
+        if fetch is None:
+            return file.open(((begin, end),))
+        lane = Lane(self, share_nbytes=most_nbytes)
+        reader = PlannedReader(lane, fetch)
+        if begin < end:
+            request_nbytes = min(self._request_nbytes, max(most_nbytes // 2, _LEAST_OPENED_NBYTES))
+            lane.add(reader, cut(begin, end, request_nbytes))
+        lane.fill()
+        return reader
+
     def request_nbytes(self, left_nbytes: int) -> int:
         """Return how long a lane's requests are: the last ones are short, so that all streams end at about one time."""
         return min(self._request_nbytes, max(_LAST_REQUEST_NBYTES, left_nbytes // self._streams_of_lane))
@@ -154,7 +168,7 @@ class Lane:
     """The requests of one thread, for several pieces of work that it will do in this order, of about `nbytes` in all.
 
     `more` is called when there is memory for more than is planned; it may plan more, and returns whether it did.
-    `most_requests` limits how many are not yet read to the end.
+    `most_requests` limits how many are not yet read to the end, `share_nbytes` their memory.
     """
 
     def __init__(
@@ -163,8 +177,10 @@ class Lane:
         more: Callable[[], bool] = lambda: False,
         nbytes: int = sys.maxsize,
         most_requests: int = sys.maxsize,
+        share_nbytes: int | None = None,
     ) -> None:
         self._prefetcher, self._more, self._left_nbytes = prefetcher, more, nbytes
+        self._share_nbytes = prefetcher.share_nbytes if share_nbytes is None else share_nbytes
         self._planned = deque[_Request]()
         self._most_requests = most_requests
         self._nbytes, self._num_requests = 0, 0  # requested and not yet read to the end
@@ -190,7 +206,7 @@ class Lane:
     def fill(self) -> None:
         """Begin requests, and plan more, as far as the thread's share of the memory goes."""
         self._begin_planned()
-        while not self._planned and self._nbytes < self._prefetcher.share_nbytes and self._more():
+        while not self._planned and self._nbytes < self._share_nbytes and self._more():
             self._begin_planned()
 
     def fetch(self, fetch: Fetch, part: memoryview, position: int) -> None:
@@ -214,9 +230,8 @@ class Lane:
         self._num_requests -= 1
 
     def _begin_planned(self) -> None:
-        share = self._prefetcher.share_nbytes
         while self._planned and self._num_requests < self._most_requests:
-            if self._nbytes + self._planned[0].end - self._planned[0].begin > share:
+            if self._nbytes + self._planned[0].end - self._planned[0].begin > self._share_nbytes:
                 return
             self._begin(self._planned.popleft())
 

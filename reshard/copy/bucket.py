@@ -48,6 +48,7 @@ class BucketTarget:
             options.progress(nbytes)
 
         plan = UploadPlan.of(shards, options.parallelism)
+        origins = (origin for shard in shards for origin in shard.origins)
         readers = threading.Semaphore(plan.num_readers)
 
         def upload(shard: OutputShard) -> WrittenShard:
@@ -56,7 +57,9 @@ class BucketTarget:
         with (
             WaitingPool(plan.uploads.num_objects, "upload") as pool,
             # Parts are sent from the memory of responses, without a copy.
-            plan.reading.prefetcher(plan.num_readers, stop, plan.stream_nbytes, reuses=False) as prefetcher,
+            plan.reading.prefetcher(
+                plan.num_readers, stop, origins, stream_nbytes=plan.stream_nbytes, reuses=False
+            ) as prefetcher,
         ):
             try:
                 jobs = [pool.submit(upload, shard) for shard in shards]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,7 @@ class InOrder:
         """Write the data to `output`, and verify the digests if they are passed and were not computed from memory."""
         for run, _, readers in self._ahead:
             run = replace(run, output=output, is_hashed=self._is_hashed)
-            written = copy_run(run, readers, self.progress, self._prefetcher.stop)
+            written = copy_run(run, readers, self.progress, self._prefetcher)
             if digests is not None and not self._is_hashed:
                 for tensor, digest, expected in zip(run.tensors, written, digests[run.first :], strict=False):
                     check_digest(tensor, digest, expected)
@@ -104,7 +105,7 @@ class InOrder:
     def _hash(self, ahead: Iterable[Taken], progress: ByteCounter, *, verifies: bool = False) -> list[str]:
         digests: list[str] = []
         for run, _, readers in ahead:
-            digests += copy_run(replace(run, verifies=verifies), readers, progress, self._prefetcher.stop)
+            digests += copy_run(replace(run, verifies=verifies), readers, progress, self._prefetcher)
         if self._prefetcher.stop.is_set():
             raise CancelledError
         return digests
@@ -151,13 +152,14 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> li
         runs = with_teams(runs, options.parallelism.most_threads)
     num_threads = options.parallelism.threads_for(len(runs))
     of_thread_nbytes = sum(tensor.nbytes for run in runs for tensor in run.tensors) // num_threads
-    with options.parallelism.prefetcher(num_threads, stop) as prefetcher:
+    tensors = (tensor for run in runs for tensor in run.tensors)
+    with options.parallelism.prefetcher(num_threads, stop, tensors) as prefetcher:
 
         def copy(take: Take[Run], stop: threading.Event) -> None:
             for taken in Ahead(take, prefetcher, of_thread_nbytes, options.journal):
                 if stop.is_set():
                     return
-                of_run = _copy_or_reuse(taken, options, stop)
+                of_run = _copy_or_reuse(taken, options, prefetcher)
                 if of_run is None:  # others of its team have not finished, or have done it all
                     continue
                 digests[taken.run.first : taken.run.first + len(of_run)] = of_run
@@ -169,20 +171,21 @@ def _execute(runs: Sequence[Run], num_tensors: int, options: WriteOptions) -> li
     return digests
 
 
-def _copy_or_reuse(taken: Taken, options: WriteOptions, stop: threading.Event) -> list[str] | None:
+def _copy_or_reuse(taken: Taken, options: WriteOptions, prefetcher: Prefetcher) -> list[str] | None:
     """Copy a run, unless the journal has it and the bytes on disk match.
 
     Return its digests, or None if another thread of its team does.
     """
     run, recorded, readers = taken
     output, journal, team = run.output, options.journal, run.team if isinstance(run, SharedRun) else None
+    copy, stop = partial(copy_run, progress=options.progress, prefetcher=prefetcher), prefetcher.stop
     if recorded is not None:
         if team is not None and not team.lead():
             return None
-        if isinstance(output, OutputFile) and copy_run(on_disk(run, output), {}, options.progress, stop) == recorded:
+        if isinstance(output, OutputFile) and copy(on_disk(run, output), {}) == recorded:
             return recorded
         team = None
-    digests = copy_run(run, readers, options.progress, stop) if team is None else team.help(options.progress, stop)
+    digests = copy(run, readers) if team is None else team.help(options.progress, stop)
     if digests is not None and journal is not None and isinstance(output, OutputFile) and not stop.is_set():
         journal.record(output.path.relative_to(journal.folder).as_posix(), run.position, digests)
     return digests

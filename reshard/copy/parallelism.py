@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from typing import NamedTuple
 from manifests.errors import Parameter, check_count
 from reshard.copy.runs import is_remote
 from reshard.plans.pack_plan import OutputShard
+from reshard.tensors.lazy import DerivedFile
 from reshard.tensors.slices import pieces_of
 from stores.address import is_url
 from stores.bundles import TensorAt
@@ -118,11 +119,19 @@ class Parallelism:
         return Uploads(num_objects=num_objects, num_rounds=num_rounds)
 
     def prefetcher(
-        self, num_lanes: int, stop: threading.Event, stream_nbytes: int = STREAM_NBYTES, *, reuses: bool = True
+        self,
+        num_threads: int,
+        stop: threading.Event,
+        tensors: Iterable[TensorAt],
+        *,
+        stream_nbytes: int = STREAM_NBYTES,
+        reuses: bool = True,
     ) -> Prefetcher:
-        """Return a prefetcher for so many threads, with a stream for each `stream_nbytes` of memory."""
+        """Return a prefetcher for threads that read these tensors, with a stream for each `stream_nbytes` of memory."""
+        # A thread reads as much of what derived tensors are made of as its lane has of the others meanwhile.
+        are_derived = any(isinstance(piece.file, DerivedFile) for tensor in tensors for piece in pieces_of(tensor))
         return Prefetcher(
-            num_lanes,
+            num_threads * (2 if are_derived else 1),
             stop,
             num_streams=self.num_streams,
             memory_nbytes=self.memory_nbytes,

@@ -13,12 +13,13 @@ from manifests.digest import Hasher
 from manifests.errors import Parameter, UsageError
 from reshard.tensors.checkpoint import check_digest
 from reshard.tensors.checksums import stored_file
+from reshard.tensors.lazy import fetching_with, stored_origins
 from reshard.tensors.slices import pieces_of
 from stores.base import InputFile, Range, Reader, merge_ranges
 from stores.bundles import TensorAt
 from stores.direct_io import BLOCK_NBYTES, OutputFile, aligned_buffer
 from stores.local import LocalFile
-from stores.prefetch import PlannedReader, RemoteFile
+from stores.prefetch import PlannedReader, Prefetcher, RemoteFile
 
 _RUN_NBYTES = 64 << 20  # of a run, which is one thread's unit of work: whole tensors
 _RUN_TENSORS = 1 << 12
@@ -76,14 +77,15 @@ def on_disk(run: Run, output: OutputFile) -> Run:
     return Run(tensors, run.first, verifies=False)
 
 
-def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, stop: threading.Event) -> list[str]:
+def copy_run(run: Run, readers: Mapping[InputFile, Reader], progress: ByteCounter, prefetcher: Prefetcher) -> list[str]:
     """Read, hash and write one block after the other; return the hex digests. `readers` are those that are open."""
     output, hasher = run.output, Hasher()
     digests: list[str] = []
     with ExitStack() as stack:
+        stack.enter_context(fetching_with(prefetcher))
         sources = Sources(run.tensors, readers, stack)
         for memory, gone, position, parts in _filled(run, sources):
-            if stop.is_set():
+            if prefetcher.stop.is_set():
                 return []
             for part in () if run.is_hashed else parts:
                 hasher.update(memory[part.begin - gone : part.end - gone])
@@ -207,7 +209,7 @@ class Sources(dict[InputFile, Reader]):
 
 def is_remote(tensors: Iterable[TensorAt]) -> bool:
     """Return whether any of the tensors are fetched over a network."""
-    one_of_each_type = {type(tensor.file): tensor.file for tensor in tensors}
+    one_of_each_type = {type(origin.file): origin.file for tensor in tensors for origin in stored_origins(tensor)}
     return any(isinstance(file, RemoteFile) for file in one_of_each_type.values())
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from operator import eq
 from typing import Protocol
 
@@ -14,9 +17,9 @@ from manifests.index import split_by_size
 from manifests.jsontext import MAX_CONFIG_NBYTES
 from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import check_digest
-from stores.base import Folder, InputFile, Range, read_head, read_in_blocks, read_whole
+from stores.base import Folder, InputFile, Range, Reader, read_head, read_whole
 from stores.bundles import TensorAt
-from stores.prefetch import RemoteFile
+from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import at_once
 
 WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
@@ -89,19 +92,51 @@ def derive(tensor: TensorAt, dtype: str, how: str, origins: tuple[TensorAt, ...]
     return replace(tensor, dtype=dtype, file=file, begin=0, nbytes=nbytes, blake3=None)
 
 
-def stored_nbytes(tensor: TensorAt) -> int:
-    """Return the bytes that reading a tensor reads from files: for a derived one, those of its origins."""
+def stored_origins(tensor: TensorAt) -> Iterator[TensorAt]:
+    """Yield the tensors that reading a tensor reads from files: of a derived one, its origins."""
     file = tensor.file
-    return sum(map(stored_nbytes, file.origins)) if isinstance(file, DerivedFile) else tensor.nbytes
+    return chain.from_iterable(map(stored_origins, file.origins)) if isinstance(file, DerivedFile) else iter((tensor,))
+
+
+def stored_nbytes(tensor: TensorAt) -> int:
+    """Return the bytes that reading a tensor reads from files."""
+    return sum(origin.nbytes for origin in stored_origins(tensor))
+
+
+_PREFETCHER = ContextVar[Prefetcher | None]("prefetcher", default=None)
+
+
+@contextmanager
+def fetching_with(prefetcher: Prefetcher) -> Iterator[None]:
+    """Fetch what derived tensors are made of with `prefetcher`, if this thread reads them in the block.
+
+    Otherwise each of their remote files is read ahead in requests and memory of its own.
+    """
+    before = _PREFETCHER.set(prefetcher)
+    try:
+        yield
+    finally:
+        _PREFETCHER.reset(before)
+
+
+def open_origin(tensor: TensorAt, step: int = STEP_NBYTES) -> Reader:
+    """Open the file of a tensor, to read it in order. Of several that are read at a time, each has a shorter `step`."""
+    if (prefetcher := _PREFETCHER.get()) is None:
+        return tensor.file.open(((tensor.begin, tensor.end),))
+    share_nbytes = prefetcher.share_nbytes * min(step, STEP_NBYTES) // STEP_NBYTES
+    return prefetcher.open(tensor.file, tensor.begin, tensor.end, share_nbytes)
 
 
 def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryview]:
     """Yield a tensor's bytes, `step` at a time and fewer at the end. A block is valid until the next."""
-    hasher = Hasher()
-    for block in read_in_blocks(tensor.file, ((tensor.begin, tensor.end),), step):
-        if tensor.blake3 is not None:
-            hasher.update(block)
-        yield block
+    hasher, buffer = Hasher(), memoryview(bytearray(min(step, tensor.nbytes)))
+    with closing(open_origin(tensor, step)) as reader:
+        for begin in range(tensor.begin, tensor.end, step):
+            block = buffer[: tensor.end - begin]
+            reader.read_into(block, begin)
+            if tensor.blake3 is not None:
+                hasher.update(block)
+            yield block
     if tensor.blake3 is not None:
         check_digest(tensor, hasher.hexdigest())
 

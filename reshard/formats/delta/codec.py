@@ -21,7 +21,7 @@ from manifests.digest import Hasher
 from manifests.errors import SourceError, StoreError
 from manifests.versions import BLAKE3, LEVEL, XOR
 from reshard.tensors.checkpoint import check_digest
-from reshard.tensors.lazy import STEP_NBYTES, derive
+from reshard.tensors.lazy import STEP_NBYTES, derive, open_origin
 from stores.base import InputFile
 from stores.bundles import TensorAt
 
@@ -115,7 +115,7 @@ class _Patched:
         self._changes = [_Delta(patch, base.nbytes) for patch in patches]
         self._difference = memoryview(bytearray(min(STEP_NBYTES, base.nbytes)))
         self._stack = ExitStack()
-        self._reader = self._stack.enter_context(closing(base.file.open(((base.begin, base.end),))))
+        self._reader = self._stack.enter_context(closing(open_origin(base)))
 
     def fill(self, part: memoryview) -> None:
         """Fill `part` with the next bytes; with the last ones, verify what has no digest to compare."""

@@ -158,7 +158,7 @@ def test_run_is_written_from_the_memory_of_responses_unless_it_must_be_aligned(i
         lane = Lane(prefetcher)
         readers = lane.plan([(file, tensor.begin, tensor.begin + tensor.nbytes) for tensor in tensors])
         lane.fill()
-        digests = copy_run(Run(tensors, 0, output, position=4864), readers, sent.append, stop)
+        digests = copy_run(Run(tensors, 0, output, position=4864), readers, sent.append, prefetcher)
     assert output.data == file.data[8192 : begins[-1]]
     assert digests == [tensor.digest for tensor in tensors]
     assert output.lent_nbytes == (0 if is_aligned else sum(sizes))

@@ -13,11 +13,12 @@ import pytest
 
 from manifests.models import model_shape
 from manifests.safetensors import encode_header, layout_tensors
-from tests.builders import llama_config, pack, reshard
+from tests.builders import files_in, llama_config, pack, reshard
 from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.sliced import CUTS, cut_up
 from tests.fast.trained import STATE
+from tests.servers.hub import serve_hub
 
 ROOT = Path(__file__).parents[4]
 MOST_NBYTES = 130 << 20  # of which Python, numpy and the verbs take about a third; the largest tensor has more
@@ -91,3 +92,25 @@ def test_dequantized_weights_take_no_more_for_a_large_tensor(tmp_path: Path) -> 
     source = write_zeros(tmp_path / "source", config)
     args = ("pack", source, "--layout", "pp=1", "--dequantize", "bf16", "--no-sync", "--out", tmp_path / "out")
     assert peak_nbytes(*args) < MOST_NBYTES
+
+
+@pytest.mark.parametrize("cut", [None, "columns"])
+def test_conversion_of_a_remote_source_takes_the_memory_of_its_requests(
+    cut: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of four threads reads a tensor of 32 MiB, or its slices."""
+    size = ("--max-shard-size", "32MB")
+    config = llama_config(hidden_size=1024, intermediate_size=8192, vocab_size=8192, num_hidden_layers=1)
+    packed = pack(write_zeros(tmp_path / "source", config), tmp_path / "packed", "pp=1", *size)
+    if cut is not None:
+        cut_up(packed, CUTS[cut], kinds=("weights",))
+        change_manifest(packed, lambda document: document.update(training={**STATE, "optimizer": None}))
+    how = ("--dtype", "bf16") if cut is None else ("--merge-slices",)
+    limits = ("--threads", "4", "--io-memory", "8MB")
+    with serve_hub() as hub:
+        hub.push("org/model", files_in(packed))
+        monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        args = ("pack", "hf://org/model", "--layout", "pp=1", *how, *size, *limits, "--no-sync")
+        assert peak_nbytes(*args, "--out", tmp_path / "out") < MOST_NBYTES
