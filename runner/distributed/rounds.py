@@ -50,7 +50,12 @@ def in_rounds(
         while not is_done:
             wait((working,), timeout=_ROUND_S)
             is_stalled = timer is not None and timer.is_stalled and not working.done()
-            is_done = is_true_for_all(is_stalled or working.done(), group)
+            try:
+                is_done = is_true_for_all(is_stalled or working.done(), group)
+            except Exception:  # another rank has ended; all know why
+                if failure is None:
+                    raise
+                break
             if failure is None:
                 failure = _failure_of(working, task, group, is_stalled=is_stalled)
             if failure is not None:
