@@ -54,7 +54,12 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     kinds: list[int] = []
     are_quantized = whole.has("quantization_config")  # which has names of its own for the parts of a weight
     outer, expected = entry.names(config.config)
-    if not are_quantized:
+    if are_quantized:
+        # One of two tied tensors is enough, whatever it is called.
+        copies = zip(*entry.ties, strict=True) if whole.flag("tie_word_embeddings", entry.tied) else ()
+        modules_outside = _by_module(NamedLayer(shapes=outside, numbers={}))
+        _check_modules(modules_outside, [outer.difference(of_one) for of_one in copies] or [outer], "", stored.where)
+    else:
         _check_outside(entry, whole, outer, outside, [*spare, *towers], stored.where)
     checked = [*map(_by_module, layers)] if are_quantized else layers
     for number, layer in enumerate(checked):
@@ -66,7 +71,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
             kind: names for kind, names in expected.items() if kind in here or not (here or kind in entry.places)
         }
         if are_quantized:
-            _check_modules(layer, [*possible.values()], names[number], stored.where)
+            _check_modules(layer, [*possible.values()], f"{names[number]}.", stored.where)
         else:
             kinds.append(_kind_of(entry, layer, possible, names[number], stored.where))
     _check_alike(names, checked[:num_layers], kinds, stored.where)
@@ -198,13 +203,13 @@ def _check_experts(entry: CatalogueEntry, layer: NamedLayer, name: str, where: s
                 raise _missing(f"{name}.{leaf.replace('*', str(gap))}", where)
 
 
-def _check_modules(layer: NamedLayer, kinds: Sequence[frozenset[str]], name: str, where: str) -> None:
-    """Refuse a quantized layer of which a module has no tensor. A matrix may have become several modules."""
+def _check_modules(layer: NamedLayer, kinds: Sequence[frozenset[str]], prefix: str, where: str) -> None:
+    """Refuse quantized files of which a module has no tensor. A matrix may have become several modules."""
     stored = {module[:end] for module in layer.shapes for end, char in enumerate(f"{module}.") if char == "."}
     modules = [{leaf.rpartition(".")[0].partition(".*")[0] for leaf in leaves} - {""} for leaves in kinds]
     lacking = [sorted(of_kind - stored) for of_kind in modules]
     if lacking and all(lacking):
-        raise _missing(f"{name}.{min(lacking, key=len)[0]}", where)
+        raise _missing(f"{prefix}{min(lacking, key=len)[0]}", where)
 
 
 def _kind_of(

@@ -142,7 +142,13 @@ def test_tensors_that_quantized_files_lack_are_named() -> None:
     scales = {f"{name}_scale_inv": (1, 1) for name in stored.tensors if ".experts." in name}
     stored = replace(stored, tensors={**stored.tensors, **scales})
     moe = "model.layers.1.block_sparse_moe."
-    for prefix in (f"{moe}experts.2.", f"{moe}experts.2.w1.", f"{moe}experts.", "model.layers.1.input_layernorm."):
+    for prefix in (
+        f"{moe}experts.2.",
+        f"{moe}experts.2.w1.",
+        f"{moe}experts.",
+        "model.layers.1.input_layernorm.",
+        "model.norm.",
+    ):
         gone = [name for name in stored.tensors if name.startswith(prefix)]
         assert refusal(config, without(stored, *gone)) == "source.missing-tensor", prefix
     uncalibrated = {f"{moe}experts.2.w1.{name}": (1, 1) for name in ("qweight", "scales")}
