@@ -95,7 +95,7 @@ def is_sized_by_files(config: Mapping[str, object], where: str, description: Mod
 
 
 def tensor_names(config: Mapping[str, object], where: str) -> Callable[[str], bool]:
-    """Return whether files of an architecture have a tensor of a name; of one that is not known here, none."""
+    """Return what says whether files of an architecture have a tensor of a name; of one not known here, none."""
     try:
         name = architecture_of(config, where)
     except ModelError:
