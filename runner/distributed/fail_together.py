@@ -18,6 +18,9 @@ from runner.rundir.exit_report import code_of, rank_label
 
 T = TypeVar("T")
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
+# Errors of CUDA that every attempt would meet: a kernel refuses its input, or was not built for this GPU. An illegal
+# memory access comes from a bug or from a failing GPU: with a bug, a restart saves nothing newer, and is the last one.
+_BUGS_ON_GPU = ("device-side assert", "invalid argument", "invalid configuration", "invalid device", "no kernel image")
 _REQUEST = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _HINT = (
     "--ac full, --loss-chunk N, a smaller --microbatch, --dp-shard N or more stages (reshard pack MANIFEST --layout "
@@ -58,9 +61,9 @@ def raise_on_all_ranks(task: str, group: dist.ProcessGroup | None = None) -> Ite
         failure = error
     except Exception as error:
         failure = exhausted(error) or unreachable(error)
-        if failure is None:  # a bug: the other ranks must end too, this one prints its traceback
+        if failure is None:  # the other ranks must end too, this one prints its traceback
             unexpected = error
-            failure = _BugError(task, f"{type(error).__name__}: {error}", code="rank.internal-error")
+            failure = unforeseen(error, task, f"{type(error).__name__}: {error}")
     rank, failures = dist.get_rank(), None
     try:
         failures = from_all_ranks((rank_label(rank), failure), group)
@@ -159,6 +162,14 @@ def unreachable(error: BaseException) -> InputError | None:
     return None
 
 
+def unforeseen(error: BaseException, where: str, problem: str) -> UserError:
+    """Return the error to report for one that none of the above explains: its GPU has failed, or it is a bug."""
+    if any(map(_is_of_gpu, causes(error))):
+        hint = "another attempt, or another GPU, may succeed; check dmesg on that node for Xid errors"
+        return RankError(where, problem, hint, code="rank.gpu-failed")
+    return _BugError(where, problem, code="rank.internal-error")
+
+
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield an error and those that it was raised from: torch wraps the errors of stages."""
     cause: BaseException | None = error
@@ -171,6 +182,13 @@ def _is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, RuntimeError):  # includes torch.OutOfMemoryError
         return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+
+
+def _is_of_gpu(error: BaseException) -> bool:
+    reason = str(error).partition("\n")[0]  # the lines below mention device-side assertions in any case
+    is_of_library = isinstance(error, RuntimeError) and reason.startswith("CUDA error: ")  # such as cuBLAS
+    is_of_cuda = is_of_library or isinstance(error, torch.AcceleratorError)
+    return is_of_cuda and not any(words in reason for words in _BUGS_ON_GPU)
 
 
 def _show_request(request: re.Match[str]) -> str:

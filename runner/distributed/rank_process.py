@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from manifests.command.console import open_streams
 from manifests.errors import RankError, UserError, naming_flags
-from runner.distributed.fail_together import OneRankError, causes, exhausted, unreachable
+from runner.distributed.fail_together import OneRankError, causes, exhausted, unforeseen, unreachable
 from runner.distributed.watchdog import StoppedError
 from runner.distributed.world import World
 from runner.rundir.exit_report import AGENT, ExitReport, code_of, rank_label, report_exit, set_rank_label
@@ -87,7 +87,7 @@ def _fail(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
 
 
 def _crash(error: Exception, world: World) -> int:
-    """Report what ended this rank: what torch wrapped, out of memory or a lost rank in a line, a bug with traceback."""
+    """Report what ended this rank: in a line if it is foreseen or wrapped by torch, otherwise with its traceback."""
     place = rank_label(world.rank)
     wrapped = next((cause for cause in causes(error) if isinstance(cause, UserError)), None)
     if (refusal := wrapped or exhausted(error) or unreachable(error)) is not None:
@@ -100,6 +100,4 @@ def _crash(error: Exception, world: World) -> int:
             ExitReport(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost")
         )
         return RankError.exit_code
-    problem = traceback.format_exc().rstrip()
-    report_exit(ExitReport(kind="failed", code=1, where=place, problem=problem, error_code="rank.internal-error"))
-    return 1
+    return _fail(unforeseen(error, place, traceback.format_exc().rstrip()))

@@ -27,6 +27,7 @@ from runner.distributed.fail_together import (
     errors_of_rank,
     exhausted,
     join_failures,
+    unforeseen,
     unreachable,
 )
 from runner.distributed.watchdog import Watchdog, log_to_file
@@ -42,6 +43,7 @@ OWN = ExitReport(
     kind="failed", code=3, where="rank 2, stage 2, node n: shard", problem="is damaged", error_code="shard.damaged"
 )
 NOW = 1_000_000
+DEBUGGING = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"  # which torch adds to all of them
 STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
@@ -207,6 +209,29 @@ def test_out_of_memory_is_recognized_whatever_raises_it(error: Exception, wanted
         assert found is not None
         assert (found.code, found.exit_code) == ("system.out-of-memory", 5)
         assert f" {wanted}" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.AcceleratorError(f"CUDA error: uncorrectable ECC error encountered\n{DEBUGGING}"), 5),
+        (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{DEBUGGING}"), 5),
+        (torch.AcceleratorError("HIP error: unspecified launch failure"), 5),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"), 5),
+        (torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{DEBUGGING}"), 1),
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), 1),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1),
+        (AssertionError(), 1),
+    ],
+    ids=["ecc", "memory access", "hip", "cublas", "assert", "kernel image", "torch", "ours"],
+)
+def test_gpu_that_fails_is_no_bug_and_a_kernel_that_refuses_its_input_is(error: Exception, code: int) -> None:
+    wrapped = RuntimeError("[Stage 2] failed to run forward")
+    wrapped.__cause__ = error
+    for each in (error, wrapped):
+        reported = unforeseen(each, "rank 2", "Traceback")
+        expected = "rank.gpu-failed" if code == 5 else "rank.internal-error"
+        assert (reported.code, code_of(reported), reported.where) == (expected, code, "rank 2")
 
 
 @pytest.mark.parametrize(

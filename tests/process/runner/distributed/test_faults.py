@@ -380,3 +380,38 @@ run_rank(act)
         assert rank.wait(60) == 3, rank.said
         (line,) = rank.said.splitlines()
     assert re.fullmatch(rf"error: rank 1, node {HOST}: shard: .+ \[shard.digest-mismatch\]", line)
+
+
+@pytest.mark.parametrize(
+    ("reason", "exit_code", "code"),
+    [
+        ("uncorrectable ECC error encountered", 5, "rank.gpu-failed"),
+        ("device-side assert triggered", 1, "rank.internal-error"),
+    ],
+)
+def test_rank_whose_gpu_fails_ends_all_as_a_lost_rank_does(
+    reason: str, exit_code: int, code: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "gpu.py"
+    script.write_text(f"""
+import torch
+
+from runner.distributed.fail_together import raise_on_all_ranks
+from runner.distributed.rank_process import run_rank
+from runner.distributed.world import join_world
+
+def act(world):
+    join_world(torch.device("cpu"), timeout_s=30)
+    with raise_on_all_ranks("load"):
+        if world.rank == 1:
+            raise torch.AcceleratorError("CUDA error: {reason}")
+
+run_rank(act)
+""")
+    with started(2, str(script)) as (other, rank):
+        assert rank.wait(60) == exit_code, rank.said
+        assert other.wait(60) == 5, other.said
+        for said in (rank.said, other.said):
+            assert re.match(rf"error: rank 1, node {HOST}: ", said), said
+            assert f" [{code}]\n" in said
+        assert f"\ntorch.AcceleratorError: CUDA error: {reason}\n" in f"{rank.said}\n"
