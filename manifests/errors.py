@@ -193,7 +193,7 @@ class LaunchError(InputError):
 
 
 class UnreachableError(InputError):
-    """Any area: a disk, mount or network that fails. The command may succeed later or on another machine."""
+    """Any area: a disk, mount or network that fails, or a file that changes while it is read. It may succeed later."""
 
 
 class RankError(UserError):

@@ -61,11 +61,11 @@ from runner.training.ties import check_equal, check_loaded
 from stores.workers import threads_for_ranks
 
 logger = logging.getLogger("runner")
-# Codes of errors of flags, of a node (its cache, an outdated copy, its disk or memory), and of files that this user may
-# not read.
+# Codes of errors of flags, of a node (its cache, an outdated copy, its disk or memory), of files that this user may not
+# read, and of checkpoints that a later version of this package has written.
 _UNDAMAGED = (
     "launch.", "options.", "output.", "resume.", "store.unreadable", "manifest.differs-between-ranks",
-    "shard.readings-differ",
+    "manifest.unsupported-version", "shard.readings-differ",
 )  # fmt: skip
 
 

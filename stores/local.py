@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from manifests.errors import InputError, SourceError, StoreError, refused_by_system
+from manifests.errors import InputError, SourceError, StoreError, UnreachableError, refused_by_system
 from manifests.paths import is_unicode, open_regular
 from stores.address import OBJECT_SCHEMES
 from stores.base import HIDDEN_FOLDERS, SOURCE_CHANGED, Range
@@ -78,6 +78,10 @@ class LocalFile:
         if not self._seen:
             self._seen.append(_state_of(self.path))
         return self._seen[0]
+
+
+class ChangedError(SourceError, UnreachableError):
+    """A file that somebody writes, or whose permissions somebody changes: a later attempt may read it."""
 
 
 class LocalReader:
@@ -198,7 +202,7 @@ def _in_short(status: os.stat_result) -> _State:
 
 
 def _changed(path: Path) -> InputError:
-    return SourceError(
+    return ChangedError(
         str(path),
         "changed or replaced while it was read",
         "run again when nothing writes to it",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +23,7 @@ from runner.config.flags import parse_training
 from runner.distributed.world import World
 from runner.load import stored
 from runner.load.load import Reading, plan_reads, read_all, read_planned
+from runner.rundir.exit_report import code_of
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import whole_pieces
 from stores.open import open_manifest
@@ -142,3 +145,30 @@ def test_node_with_an_outdated_copy_or_a_faulty_disk_does_not_start_from_an_olde
     with pytest.raises(InputError) as error:
         start(packed, newest, packed, flags=("--no-self-check",))
     assert error.value.code == code
+
+
+def test_checkpoint_whose_permissions_somebody_changes_meanwhile_is_read_by_the_next_attempt(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, preadv = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1"), os.preadv
+
+    def preadv_and_chmod(descriptor: int, *args: Any) -> int:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.startswith(f"{newest}/") and path.endswith(".safetensors"):
+            time.sleep(0.02)  # the kernel's clock has ticked
+            os.chmod(path, 0o640)
+        return preadv(descriptor, *args)
+
+    monkeypatch.setattr(os, "preadv", preadv_and_chmod)
+    with pytest.raises(InputError) as error:
+        start(packed, newest, packed, flags=("--no-self-check",))
+    assert (error.value.code, code_of(error.value)) == ("source.changed", 5)
+
+
+def test_checkpoint_of_a_later_version_is_not_passed_over_for_an_older_one(packed: Path) -> None:
+    newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
+    document = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps({**document, "version": 99}))
+    with pytest.raises(InputError) as error:
+        start(packed, newest, packed, flags=("--no-self-check",))
+    assert (error.value.code, code_of(error.value)) == ("manifest.unsupported-version", 3)
