@@ -19,7 +19,7 @@ from manifests.errors import InputError, UnreachableError, refused_by_system, sy
 from manifests.invariants import MANIFEST_NAME
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
-from stores.folders.owned import check_ours, files_of_manifest, foreign_files, remove_tree, write_record
+from stores.folders.owned import files_of_manifest, foreign_files, remove_leftover, remove_tree, write_record
 from stores.folders.publish import aside_of
 from stores.open import open_manifest
 
@@ -159,9 +159,10 @@ def prune(
         # Renamed first: a checkpoint disappears as a whole.
         removed = path.with_name(f".{path.name}.removed")
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
-            if removed.exists():
-                check_ours(removed, _owned)
-                _remove(removed)
+            if removed.is_symlink():
+                removed.unlink()
+            elif removed.exists():
+                remove_leftover(removed, _owned)
             os.rename(path, removed)
             sync_folder(history)
             if not removed.is_symlink():  # what it leads to stays
@@ -173,15 +174,16 @@ def prune(
 def _remove_left(history: Path, names: re.Pattern[str]) -> None:
     """Remove what killed runs, and removals that failed, have left in folders of these names.
 
-    What cannot be removed is logged and left: on NFS, a file that another process still reads.
+    What cannot be removed is logged and left: on NFS, a file that another process still reads. So is a folder that one
+    writes in, such as a checkpoint that somebody packs to this history.
     """
     with system_errors(history, code="checkpoint.unreadable"):
         folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
     for path in folders:
         if names.fullmatch(path.name):
             try:
-                check_ours(path, _owned)
-                remove_tree(path)
+                if not remove_leftover(path, _owned):
+                    logger.warning("%s: stays: another process writes there", path)
             except OSError as error:
                 logger.warning("%s: left by an earlier save, cannot be removed: %s", path, error.strerror)
 

@@ -28,6 +28,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
 from manifests.schema import Manifest
 from manifests.store import read_small_file, write_file
+from stores.folders.lock import open_locked
 from stores.open import open_manifest
 
 # Returns the paths below a folder that may be removed; None: the folder was not written by this command.
@@ -158,6 +159,30 @@ def remove_replaced(old: Path, owned: Collection[str]) -> None:
             os.rmdir(parent)
     if old.exists():
         logger.warning("%s: the replaced folder cannot be removed, or files were added to it meanwhile", old)
+
+
+def remove_leftover(folder: Path, find_owned: FindOwned) -> bool:
+    """Remove a folder that a kill has left, unless a process writes there; return whether none does.
+
+    Raises:
+        OutputError: it has files that we did not write, see `check_ours`.
+    """
+    if (lock := open_locked(folder, os.O_RDONLY | os.O_DIRECTORY)) is None:
+        return False
+    try:
+        check_ours(folder, find_owned)
+        record_owned(folder, find_owned)
+        remove_tree(folder)
+    finally:
+        os.close(lock)
+    return True
+
+
+def record_owned(folder: Path, find_owned: FindOwned) -> None:
+    """Record the files that a manifest names, before they are removed: it may be gone when a kill leaves others."""
+    if not os.path.lexists(folder / RECORD_NAME) and (names := find_owned(folder)):
+        with suppress(OSError):  # on a full disk, they are removed without
+            write_record(folder, names)
 
 
 def remove_tree(entry: Path) -> None:

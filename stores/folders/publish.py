@@ -18,6 +18,7 @@ from stores.folders.owned import (
     check_only_ours,
     check_ours,
     empty,
+    record_owned,
     remove_replaced,
     remove_tree,
     write_record,
@@ -97,6 +98,7 @@ def publishing(
     try:
         _drop_links(partial)
         if not is_resumed:
+            record_owned(partial, find_owned)
             empty(partial)
         if not is_resumed or not (partial / RECORD_NAME).is_file():
             write_record(partial, wanted)

@@ -25,6 +25,7 @@ from runner.checkpoint.history import (
 )
 from runner.launch.verbs import find_status, status
 from runner.rundir.records import JobRecord, write_job_record, write_run_record
+from stores.folders.publish import publishing
 from tests.builders import files_in
 from tests.fast.reshard.forged import change_manifest
 from tests.fast.trained import write_trained
@@ -186,6 +187,37 @@ def test_removal_that_failed_is_finished_with_the_next(
     assert names_in(tmp_path) == [".step-000010.removed", ".step-000030.partial", "step-000020"]
     prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert names_in(tmp_path) == [".step-000030.partial", "step-000020"]
+
+
+def test_checkpoint_that_another_process_packs_to_the_folder_is_left_to_it(trained: Path, tmp_path: Path) -> None:
+    with publishing(checkpoint_path(tmp_path, 9), force=False, find_owned=lambda _: None, wanted=["shard"]) as partial:
+        (partial / "shard").write_bytes(b"half")
+        with claim_history(tmp_path):
+            assert (partial / "shard").read_bytes() == b"half"
+    assert names_in(tmp_path) == ["step-000009"]
+
+
+@pytest.mark.parametrize("name", [".step-000003.partial", ".step-000003.removed"])
+def test_removal_that_is_killed_twice_leaves_nothing_that_the_next_run_refuses(
+    name: str, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first kill comes when the record is gone or not there yet, and the manifest says whose files they are."""
+    left, unlink = tmp_path / name, os.unlink
+    shutil.copytree(trained, left)
+
+    def killed(path: Path, **options: Any) -> None:
+        unlink(left / "manifest.json")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt), claim_history(tmp_path):
+            pass
+    assert not (left / "manifest.json").exists()
+    assert list(left.rglob("*.safetensors"))
+    unlink(tmp_path / ".lock")
+    with claim_history(tmp_path):
+        assert names_in(tmp_path) == [".lock"]
 
 
 def test_checkpoint_that_cannot_be_looked_through_stays_and_older_ones_go(

@@ -172,6 +172,32 @@ def test_what_a_kill_left_is_cleared_away(tmp_path: Path) -> None:
     assert names_in(tmp_path / "out") == ["below", "ours"]
 
 
+def test_what_a_kill_left_of_a_replaced_folder_is_cleared_away_though_another_kill_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed swap leaves it without a record."""
+    partial, unlink = tmp_path / ".out.partial", os.unlink
+    (partial / "below").mkdir(parents=True)
+    for name in ("ours", "below/file"):
+        (partial / name).write_text("old")
+
+    def killed(path: Path, **options: int) -> None:
+        unlink(partial / "ours")  # by which `find_owned` knows the others
+        os._exit(0)
+
+    if not (child := os.fork()):
+        try:
+            monkeypatch.setattr(os, "unlink", killed)
+            publish(tmp_path / "out")
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not (partial / "ours").exists()
+    assert (partial / "below" / "file").exists()
+    publish(tmp_path / "out")
+    assert names_in(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("record", [None, b"", b"{}\n", b'{"names": ["ours"]}\n', b"mine"])
 def test_partial_folder_of_others_is_refused_and_kept(
     record: bytes | None, tmp_path: Path, wording: Callable[[str], None]
