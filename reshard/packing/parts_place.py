@@ -34,7 +34,7 @@ from manifests.store import open_shard, read_small_file, write_file, write_manif
 from reshard.copy.destination import FolderTarget, keep_only
 from reshard.tensors.lazy import MemoryFile
 from stores.base import Blocks, check_whole
-from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest
+from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest, remove_leftover
 from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing, reserving
 from stores.local import LocalFile
 from stores.objects.client import ObjectEntry, open_writable, remove_objects
@@ -216,11 +216,20 @@ class FolderParts:
         with suppress(OSError):  # a commit was killed right before it removed the empty folder
             self._base.rmdir()
         if record.is_file() and _read_record(record) == _identify(self._out):
-            shutil.rmtree(self._partial, ignore_errors=True)  # what was replaced
+            self._remove_replaced()
             self._clear_away()
         elif folders or not (self._out / MANIFEST_NAME).is_file() or any(map(_UNFINISHED.fullmatch, self._names())):
             return None  # or it is the checkpoint that parts at work replace
         return open_manifest(self._out).manifest
+
+    def _remove_replaced(self) -> None:
+        """Remove what a commit has replaced, but no files of others: see Note [Files of others in an output]."""
+        try:
+            remove_leftover(self._partial, files_of_manifest)
+        except FileNotFoundError:
+            pass
+        except (InputError, OSError) as error:
+            logger.warning("%s was replaced, and stays: %s", self._partial, error)
 
     def publish(self, merged: Merged) -> Manifest:
         hint = f"run reshard commit {self._out} again"

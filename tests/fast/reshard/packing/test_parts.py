@@ -252,6 +252,30 @@ def test_commit_that_was_killed_at_any_change_is_finished_by_a_commit(
     assert number > 0
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+def test_files_of_others_in_what_a_killed_commit_has_replaced_stay(
+    is_written: bool, source: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    """So does the folder of that name in which a process writes."""
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    shutil.copytree(source.parent / "whole", out)
+    for part in ("1/2", "2/2"):
+        assert pack_part(source, out, part, "--force").code == 0
+    assert _end_at(lambda: reshard("commit", out, "--force"), "unlink", lambda path: path.endswith(".safetensors"), 0)
+    if is_written:
+        lock = os.open(partial, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    else:
+        (partial / "mine.txt").write_text("mine")
+    before = files_in(partial)
+    assert reshard("commit", out, "--force").code == 0
+    assert files_in(partial) == before
+    assert files_in(out) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.partial", "out"]
+    if is_written:
+        os.close(lock)
+
+
 def test_part_that_is_run_again_after_a_killed_commit_does_no_harm(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
