@@ -25,7 +25,13 @@ from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
-from runner.distributed.fail_together import errors_of_rank, from_rank_0, raise_on_all_ranks, reading_on_rank
+from runner.distributed.fail_together import (
+    errors_of_rank,
+    from_all_ranks,
+    from_rank_0,
+    raise_on_all_ranks,
+    reading_on_rank,
+)
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, Watchdog
 from runner.evaluation.evaluate import check_same_data, cut_as, mean_loss
@@ -73,10 +79,7 @@ def train_steps(
             steps.save(trained, is_last=report.is_last)
             steps.publish(trained.step, is_last=report.is_last)
             if ready.options.evaluates_after(trained.step) and not report.is_last:
-                watchdog.beat(trained.step, "evaluation")  # which is not timed as a step
-                metrics.evaluation(trained.step, *evaluate(ready))
-                ready.engine.clock.pause()
-                watchdog.beat(trained.step)
+                steps.evaluate(trained.step)
             is_last = report.is_last
     return trained, trained.step < ready.options.steps
 
@@ -218,6 +221,15 @@ class _Steps:
             watchdog.beat(step)
         for ended in self.publisher.reports():
             self.metrics.published(ended)
+
+    def evaluate(self, step: int) -> None:
+        """Evaluate, unless a rank was asked to stop meanwhile: its time may end before the evaluation does."""
+        if any(from_all_ranks(self.watchdog.is_asked_to_stop)):
+            return
+        self.watchdog.beat(step, "evaluation")  # which is not timed as a step
+        self.metrics.evaluation(step, *evaluate(self.ready))
+        self.ready.engine.clock.pause()
+        self.watchdog.beat(step)
 
 
 def _open_feed(ready: Ready) -> tuple[_Feed, TrainingState]:

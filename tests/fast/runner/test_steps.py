@@ -18,13 +18,14 @@ from manifests.placement import Placement
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
 from runner.config.flags import parse_training
+from runner.distributed.watchdog import Watchdog
 from runner.distributed.world import World
 from runner.metrics.metrics import Metrics
 from runner.metrics.sinks import JsonLines
 from runner.pipeline.timetable import Timetable
 from runner.profiling.trace import Clock, Recorder, RunShape, Tracer, trace_path
 from runner.setup import begin
-from runner.steps import _Feed, _open_feed, _Steps
+from runner.steps import _Feed, _open_feed, _Steps, train_steps
 from runner.training.step import StepReport
 from stores.open import open_manifest
 from tests.builders import pack
@@ -85,3 +86,32 @@ def test_disk_of_data_that_does_not_answer_is_not_waited_for(tmp_path: Path, mon
         _open_feed(ready)
     assert (caught.value.code, answered.is_set()) == ("store.stalled", False)
     answered.set()
+
+
+class AskedToStop(Watchdog):
+    """A watchdog that has heard a signal during a step."""
+
+    def __init__(self, log_dir: Path, during: int) -> None:
+        super().__init__(log_dir, 0, [0], step_timeout_s=600, can_stop=True)
+        self._during = during
+
+    def beat(self, step: int, phase: str = "train") -> None:
+        super().beat(step, phase)
+        self.is_asked_to_stop |= step == self._during
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_run_that_is_asked_to_stop_begins_no_evaluation(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=1)
+    launched = open_packed(open_manifest(pack(tmp_path / "model", tmp_path / "packed", "pp=1")))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    flags = ["--data", str(rows), "--eval-data", str(rows), "--tokenized", "--seq-len", "8", "--global-batch", "1"]
+    flags += ["--steps", "9", "--eval-every", "2", "--no-self-check", "--log-dir", str(tmp_path / "log")]
+    options, world = parse_training(flags), World(rank=0, local_rank=0, size=1)
+    ready = begin(launched, (Origin(launched.root),), options, world, torch.device("cpu"))
+    with Metrics([JsonLines(tmp_path / "metrics.jsonl")]) as metrics:
+        trained, is_stopped = train_steps(ready, metrics, None, None, AskedToStop(tmp_path, during=4))
+    assert (trained.step, is_stopped) == (5, True)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2]
