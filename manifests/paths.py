@@ -1,6 +1,7 @@
 """Paths inside a checkpoint folder: relative, below it, valid on every system, and of regular files.
 
-Opening a pipe without a writer blocks forever, and devices have no end: `open_regular` refuses both.
+Opening a pipe without a writer blocks forever, and devices have no end: `open_regular` refuses both. Whether there is a
+file that this package depends on is asked with `is_file`: a disk that fails is not taken for one without it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,36 @@ def problem_with_path(path: str) -> str | None:
     if max(len(part.encode()) for part in path.split("/")) > _MAX_PART_NBYTES:
         return f"expected path parts of at most {_MAX_PART_NBYTES} bytes"
     return None
+
+
+_ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+
+
+def status_of(path: Path) -> os.stat_result | None:
+    """Return the status of a file or folder; None if there is none.
+
+    A disk that fails raises OSError: from Python 3.14 on, `exists`, `is_file` and `is_dir` of a path return False then.
+    """
+    try:
+        return os.stat(path)
+    except ValueError:  # no file can have such a name
+        return None
+    except OSError as error:
+        if error.errno not in _ABSENT:
+            raise
+        return None
+
+
+def is_file(path: Path) -> bool:
+    """Return whether there is a regular file; see `status_of`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISREG(status.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether there is a folder; see `status_of`."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 _KINDS = {

@@ -14,7 +14,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
-from manifests.paths import open_regular
+from manifests.paths import is_file, open_regular
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
 
@@ -80,7 +80,7 @@ def open_shard(folder: Path, shard: Shard) -> Header:
     """Read a shard's header, and check it against the manifest."""
     path = folder / shard.path
     with system_errors(path, code="store.unreadable"):
-        if not path.is_file():
+        if not is_file(path):
             raise ShardError(str(path), "missing shard (manifest.json)", _DAMAGED, code="shard.missing")
         nbytes = path.stat().st_size
     check_shard(str(path), shard, nbytes)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from manifests.codec import decode_manifest
 from manifests.digest import digest_bytes
-from manifests.errors import ManifestError, SourceError, UsageError
+from manifests.errors import ManifestError, SourceError, UsageError, system_errors
 from manifests.invariants import MANIFEST_NAME
+from manifests.paths import is_folder, status_of
 from manifests.schema import Manifest, Parent
 from manifests.store import check_links, no_manifest
 from stores.address import SCHEME, is_url, parse_hub_address
@@ -110,8 +111,10 @@ def locate_manifest(address: Address | Folder) -> tuple[Folder, str]:
             raise no_manifest(str(address))
         return folder, MANIFEST_NAME
     path = Path(address)
-    file = path / MANIFEST_NAME if path.is_dir() else path
-    if not file.exists():
+    with system_errors(path, code="store.unreadable", names_file=True):
+        file = path / MANIFEST_NAME if is_folder(path) else path
+        is_missing = status_of(file) is None
+    if is_missing:
         raise no_manifest(str(address), path)
     if file.suffix != ".json":
         hint = "name the folder that reshard pack or a training run wrote"

@@ -23,6 +23,7 @@ from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
 from manifests.models.trainable import check_trainable
+from manifests.paths import is_file
 from manifests.safetensors import parse_header
 from manifests.schema import Manifest
 from manifests.store import file_digest, read_config, read_small_file, write_file
@@ -93,7 +94,9 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
         )
     config = read_config(path, digest)
     for auxiliary in manifest.files:
-        if not (folder / auxiliary.path).is_file():
+        with system_errors(folder / auxiliary.path, code="store.unreadable"):
+            is_missing = not is_file(folder / auxiliary.path)
+        if is_missing:
             hint = "copy the checkpoint again: the file was removed after it was written"
             raise ManifestError(
                 str(folder / auxiliary.path),

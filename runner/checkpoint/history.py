@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from manifests.errors import InputError, UnreachableError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME
+from manifests.paths import is_file
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
 from stores.folders.owned import files_of_manifest, foreign_files, remove_leftover, remove_tree, write_record
@@ -65,7 +65,7 @@ def _stored_steps(history: Path) -> Iterator[tuple[Path, int | None]]:
     paths = []
     try:
         for name in os.listdir(history):
-            if step_of(history / name) is not None and _is_whole(history / name):
+            if step_of(history / name) is not None and is_file(history / name / MANIFEST_NAME):
                 paths.append(history / name)
     except (FileNotFoundError, NotADirectoryError):
         return
@@ -83,14 +83,6 @@ def _stored_step(checkpoint: Path) -> int | None:
     except InputError:
         return None
     return 0 if training is None else training.step
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    # From Python 3.14 on, Path.is_file returns False where a disk fails.
-    try:
-        return stat.S_ISREG(os.stat(checkpoint / MANIFEST_NAME).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
 
 
 @contextmanager
@@ -214,7 +206,7 @@ def set_aside(path: Path) -> None:
     It is not replaced: not every file system can exchange two folders, and what is damaged may be of use to somebody.
     """
     with system_errors(path, "cannot be renamed", code="checkpoint.not-set-aside"):
-        if path.is_symlink() or not _is_whole(path):
+        if path.is_symlink() or not is_file(path / MANIFEST_NAME):
             return
         step = _stored_step(path)
         aside = aside_of(path)

@@ -13,6 +13,7 @@ from manifests.errors import CheckpointError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
 from manifests.optimizer_state import kinds_of
+from manifests.paths import is_file
 from manifests.schema import (
     BatchSizes,
     DataCursor,
@@ -253,7 +254,7 @@ def _named(source: str, history: Path | None) -> Path:
         folder = checkpoint_path(history, int(source.removeprefix("step-")))
     else:
         folder = Path(source).parent if Path(source).name == MANIFEST_NAME else Path(source)
-    if not (folder / MANIFEST_NAME).is_file():
+    if not is_file(folder / MANIFEST_NAME):
         checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in checkpoints[:5])
         hint = "the checkpoint was never finished" if folder.exists() else "check the path for typos"

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from manifests import __version__
 from manifests.digest import digest_bytes
-from manifests.errors import CheckpointError, InputError, refused_by_system
+from manifests.errors import CheckpointError, InputError, system_errors
 from manifests.index import INDEX_NAME, encode_index
 from manifests.invariants import MANIFEST_NAME, SOURCE_FILES
 from manifests.models.adapters import RECORD_NAME
+from manifests.paths import status_of
 from manifests.schema import WEIGHTS, AuxiliaryFile, Holds, Manifest, Parent, Shard, Stage, TrainingState
 from manifests.store import read_small_file, write_file, write_manifest
 from manifests.trained import DATA_FILES, RUN_FILES, STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
@@ -41,7 +42,6 @@ _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shar
 _LEAST_NBYTES_PER_S = 128 << 20  # a save beside training that is slower yields to it no longer
 _PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
-_ABSENT = (FileNotFoundError, NotADirectoryError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,9 +361,6 @@ def _first_wrong(folder: Path, sizes: Mapping[str, int]) -> InputError | None:
 
 
 def _nbytes_of(path: Path) -> int | None:
-    try:
-        return os.stat(path).st_size
-    except _ABSENT:
-        return None
-    except OSError as error:
-        raise refused_by_system(str(path), error, code="checkpoint.unreadable") from error
+    with system_errors(path, code="checkpoint.unreadable"):
+        status = status_of(path)
+    return None if status is None else status.st_size

@@ -26,6 +26,7 @@ from manifests.errors import InputError, OutputError, UnreachableError, refused_
 from manifests.index import DIGESTS_NAME, INDEX_NAME, SIGNATURE_NAME, has_index
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import parse_json_object
+from manifests.paths import is_file
 from manifests.schema import Manifest
 from manifests.store import read_small_file, write_file
 from stores.folders.lock import open_locked
@@ -117,7 +118,7 @@ def check_ours(folder: Path, find_owned: FindOwned, *, wanted: Collection[str] =
 
 def _recorded(path: Path) -> Collection[str] | None:
     """Return the names in a record, None if there is none."""
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or not is_file(path):
         return None
     try:
         line = read_small_file(path).partition(b"\n")[0]

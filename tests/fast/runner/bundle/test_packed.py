@@ -1,0 +1,77 @@
+"""A disk that fails is not taken for one on which a file is missing, in any version of Python."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from manifests.errors import UnreachableError
+from manifests.store import open_shard
+from runner.bundle.packed import open_packed
+from stores.folders.owned import check_ours, write_record
+from stores.open import open_manifest
+from tests.builders import llama_config, pack, weights_path, write_model
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed")
+    write_model(folder / "model", llama_config())
+    return pack(folder / "model", folder / "out", "pp=1")
+
+
+@pytest.fixture
+def python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make paths answer as from Python 3.14 on, where these methods are the functions of os.path."""
+    functions = {
+        "exists": os.path.exists,
+        "is_file": os.path.isfile,
+        "is_dir": os.path.isdir,
+        "is_symlink": os.path.islink,
+    }
+    for name, function in functions.items():
+        monkeypatch.setattr(Path, name, lambda path, function=function: function(path))
+
+
+def fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk fail where it is asked for a file or folder, though not for those below."""
+    stat = os.stat
+
+    def failing(name: str | Path, **options: object) -> os.stat_result:
+        if str(name) == str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(name))
+        return stat(name, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "stat", failing)
+
+
+@pytest.mark.usefixtures("python_3_14")
+@pytest.mark.parametrize("name", ["", "manifest.json", "config.json", weights_path(0, 1)])
+def test_file_that_a_failing_disk_does_not_show_is_not_missing(
+    name: str, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail(packed / name, monkeypatch)
+    with pytest.raises(UnreachableError) as error:
+        read_all(packed)
+    assert (error.value.code, error.value.where) == ("store.unreadable", str(packed / name))
+
+
+def read_all(packed: Path) -> None:
+    read = open_manifest(packed)
+    for shard in read.manifest.shards:
+        open_shard(packed, shard)
+    open_packed(read)
+
+
+@pytest.mark.usefixtures("python_3_14")
+def test_record_of_whose_a_folder_is_that_a_failing_disk_does_not_show_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(tmp_path, ["shard"])
+    (tmp_path / "shard").touch()
+    fail(tmp_path / ".journal", monkeypatch)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        check_ours(tmp_path, lambda _: None)
