@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from manifests.command.console import open_streams
 from manifests.command.interpreter import leave_out_working_folder, module_command, safe_environment
 from manifests.command.schedulers import run_slurm
 from manifests.command.signals import INTERRUPTED
@@ -79,6 +80,7 @@ def srun_command(agent: Sequence[str], nnodes: int, extra: Sequence[str]) -> lis
 
 def main() -> None:
     """Run the attempts of one allocation, and exit with the code of the last one."""
+    open_streams()
     leave_out_working_folder()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     parser = argparse.ArgumentParser(prog="runner.launch.supervisor")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -62,10 +63,12 @@ def supervise(
     requeues: str = ":",
     is_hurried: bool = False,
     environment: Mapping[str, str] | None = None,
+    log: IO[str] | None = None,
 ) -> Ended:
     """Run the supervisor of a job whose every attempt does what a line of shell says, and of which Slurm shows this.
 
-    `names` is what `scontrol show hostnames` does, and `requeues` what `scontrol requeue` does first.
+    `names` is what `scontrol show hostnames` does, and `requeues` what `scontrol requeue` does first. What
+    the supervisor says goes to the `log`, if there is one.
     """
     scripts = place / "bin"
     scripts.mkdir(exist_ok=True)
@@ -85,14 +88,14 @@ def supervise(
     done = subprocess.run(
         [sys.executable, *program, "--nnodes", "2", "--nproc-per-node", "1", *flags, "packed", "--", "--data",
          "synthetic", "--log-dir", place / "log", "--checkpoint", place / "saved", "--checkpoint-every", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=50, check=False,
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, timeout=50, check=False,
         env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
              "SLURM_JOB_NODELIST": "node[2,10]", **(environment or {})},
     )  # fmt: skip
     attempts, state = place / "attempts", place / "log" / "state.json"
     return Ended(
         code=done.returncode,
-        said=done.stderr,
+        said=done.stderr or "",
         attempts=attempts.read_text().splitlines() if attempts.exists() else [],
         requeued=(place / "requeued").exists(),
         state=json.loads(state.read_text()) if state.exists() else None,
@@ -140,6 +143,13 @@ def test_job_that_its_launcher_did_not_hear_of_is_on_record(
 def test_ranks_that_srun_could_not_start_are_restarted(tmp_path: Path) -> None:
     """Source: srun(1), SLURM_EXIT_ERROR: the exit code of Slurm's own errors, by default 1."""
     ended = supervise(tmp_path, "[ $attempt = 2 ] || exit ${{SLURM_EXIT_ERROR:-1}}", "--restarts", "1")
+    assert (ended.code, len(ended.attempts)) == (0, 2)
+
+
+def test_restarted_run_that_is_done_has_code_0_although_the_disk_of_its_log_is_full(tmp_path: Path) -> None:
+    does = f"[ $attempt = 2 ] || {{{{ {LOSES}; }}}}"
+    with open("/dev/full", "w") as full:
+        ended = supervise(tmp_path, does, "--restarts", "1", log=full, environment={"PYTHONUNBUFFERED": ""})
     assert (ended.code, len(ended.attempts)) == (0, 2)
 
 
