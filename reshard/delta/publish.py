@@ -54,6 +54,7 @@ from stores.versions import check_chain
 from stores.workers import Take, share_out
 
 _SPOOL_NAME = ".publish.spool"
+_TMPDIR = ("TMPDIR", "set TMPDIR to a folder on a larger disk")  # where the spool of a chain at an address is
 _LEAST_NBYTES = MAX_SHARD_NBYTES // 100_000  # that a tensor counts as: the header of a shard has a limit, too
 
 
@@ -211,7 +212,8 @@ class _Publisher:
         pairs = [(old.tensors[name], tensor) for name, tensor in new.tensors.items()]
         unread = [(a, b) for a, b in pairs if a.blake3 is None or b.blake3 is None or a.blake3 != b.blake3]
         counter = counting(progress, sum(2 * tensor.nbytes for _, tensor in unread))
-        differences = _compare_states(unread, spool, self.parallelism, counter)
+        with writing_to(*(_TMPDIR if is_url(self.chain) else (str(self.chain),))):
+            differences = _compare_states(unread, spool, self.parallelism, counter)
         before = [differences[a.name].old if a.name in differences else a for a, _ in pairs]
         after = [differences[b.name].new if b.name in differences else b for _, b in pairs]
         base_state, state = state_digest(before), state_digest(after)
@@ -269,10 +271,7 @@ class _Difference:
 
 
 def _compare_states(
-    pairs: Sequence[tuple[TensorAt, TensorAt]],
-    spool: Path,
-    parallelism: Parallelism,
-    progress: ByteCounter,
+    pairs: Sequence[tuple[TensorAt, TensorAt]], spool: Path, parallelism: Parallelism, progress: ByteCounter
 ) -> dict[str, _Difference]:
     """Read both states of tensors, in several threads, and spool the differences; return them in that order."""
     differences: dict[str, _Difference] = {}
@@ -383,17 +382,19 @@ def _publishing(chain: Address) -> Iterator[Path]:
     """Yield a folder for the spool, while no other process of this machine publishes to the chain."""
     check_chain(open_store(str(chain)), str(chain))
     if isinstance(chain, str):
-        hint = "set TMPDIR to a folder on a larger disk"
-        with writing_to("TMPDIR", hint), TemporaryDirectory(prefix="reshard-publish-") as folder:
+        with writing_to(*_TMPDIR):
+            temporary = TemporaryDirectory(prefix="reshard-publish-")
+        with temporary as folder:
             yield Path(folder)
         return
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)
-        with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):
-            spool = chain / _SPOOL_NAME
-            shutil.rmtree(spool, ignore_errors=True)
+    with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):
+        spool = chain / _SPOOL_NAME
+        shutil.rmtree(spool, ignore_errors=True)
+        with writing_to(str(chain)):
             spool.mkdir()
-            try:
-                yield spool
-            finally:
-                shutil.rmtree(spool, ignore_errors=True)
+        try:
+            yield spool
+        finally:
+            shutil.rmtree(spool, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -609,6 +610,23 @@ def test_flipped_bit_is_named_before_it_is_served(
         assert command("delta", "verify", chain).code == 4
         assert left in ({}, before)
     assert reshard.verify_delta(published[0] / "chain").ok
+
+
+@pytest.mark.parametrize(("scheme", "is_full"), [("", False), ("file://", False), ("file://", True)])
+def test_error_of_a_callback_is_none_of_the_disk(
+    scheme: str, is_full: bool, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    """Such as that of a pipe which nobody reads; it names no file."""
+    states, chain = published[0], f"{scheme}{tmp_path / 'chain'}"
+    (tmp_path / "chain").mkdir()
+    reshard.publish_delta(states / "v1", chain)
+
+    def progress(done: int, total: int) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    with pytest.raises(BrokenPipeError):
+        reshard.publish_delta(states / "v2", chain, full=is_full, progress=progress)
+    assert not (tmp_path / "chain" / "weight_v000002" / INDEX).exists()
 
 
 def test_late_joiner_reads_the_base_and_the_deltas_once(tmp_path: Path) -> None:
