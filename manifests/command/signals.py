@@ -117,16 +117,23 @@ def deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # which signals do not interrupt
         yield
         return
-    thread = threading.get_ident()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    thread, mask = threading.get_ident(), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     before = {number: signal.getsignal(number) for number in STOPPING}
-    _handle(lambda number, frame: signal.pthread_kill(thread, number))
+
+    def leave_pending(number: int, frame: FrameType | None) -> None:
+        signal.pthread_kill(thread, number)
+
     try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        _handle(leave_pending)
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        try:
+            for number, handler in before.items():
+                if signal.getsignal(number) is leave_pending:
+                    signal.signal(number, handler)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def say_interrupted(number: int) -> None:
