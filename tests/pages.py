@@ -76,7 +76,7 @@ RUN: Mapping[str, Run] = {
         instead={"demo/": f"{ROOT}/demo/", "--steps 10 ": "--steps 2 --seq-len 64 --global-batch 4 "},
     ),
     "docs/check.md": Run(needs=("tiny_model",), instead={"CHECKPOINT": "./Llama-3.2-1B"}, trains=False),
-    "docs/checkpoints.md": Run(needs=("model", "pp2")),
+    "docs/checkpoints.md": Run(needs=("model", "pp2"), instead={r"\./model": "./Llama-3.2-1B"}),
     "docs/cluster.md": Run(
         needs=("model", "last_run", "cluster"),
         instead={

@@ -67,7 +67,7 @@ class Job:
                 raise UsageError(
                     flag,
                     "requires checkpoints to resume from",
-                    "add --checkpoint DIR --checkpoint-every N --resume auto after --",
+                    _how_to_resume(self.options, self.manifest),
                     code="options.needs-checkpoint",
                 )
 
@@ -79,6 +79,21 @@ class Job:
     def is_resumable(self) -> bool:
         """Whether the same command, run again, resumes the run."""
         return self.options.checkpoint is not None and self.options.resume.source == "auto"
+
+
+def _how_to_resume(options: TrainOptions, manifest: str) -> str:
+    """Return the flags with which a restarted job resumes, and where its first start begins as these options say."""
+    flags = "--checkpoint DIR --checkpoint-every N --resume auto"
+    source, has_weights_only = options.resume.source, options.resume.weights_only
+    if source in (None, "auto") and not has_weights_only:
+        return f"add {flags} after --"
+    start = f"launch {source}, or for another PP degree OUT of reshard pack {source} --layout pp=N --out OUT"
+    if has_weights_only:
+        export = f"reshard export {source or manifest} --to hf --out HF"
+        start = f"{export}, reshard pack HF --layout pp=N --out OUT, and launch OUT"
+    elif options.lora is not None:
+        start = f"copy {source} there first"
+    return f"{flags} resumes the newest step of DIR, and if there is none, starts from what is launched: {start}"
 
 
 def read_environment(given: Sequence[str]) -> tuple[tuple[str, str], ...]:

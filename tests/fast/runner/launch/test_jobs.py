@@ -283,6 +283,23 @@ def test_impossible_request_is_refused(packed: Path, flags: tuple[str, ...], cod
         wording(str(error))
 
 
+@pytest.mark.parametrize(
+    ("training", "start"),
+    [
+        (("--resume", "ck/step-000004", "--checkpoint", "other"), "reshard pack ck/step-000004 --layout pp=N "),
+        (("--resume", "ck/step-000004", "--resume-weights-only"), "reshard export ck/step-000004 --to hf "),
+        (("--resume-weights-only",), "reshard export PACKED"),
+        (("--resume", "ck/step-000004", "--lora-rank", "2"), "copy ck/step-000004 "),
+    ],
+)
+def test_job_that_would_be_restarted_at_step_0_is_told_how_it_starts_from_the_checkpoint_that_it_names(
+    packed: Path, training: tuple[str, ...], start: str
+) -> None:
+    error = refusal(packed, "--scheduler", "slurm", "--requeue", training=(*TRAINING, *training))
+    assert (error.code, error.where) == ("options.needs-checkpoint", "--requeue")
+    assert start.replace("PACKED", str(packed)) in error.hint
+
+
 def test_jobset_without_an_image_is_refused(packed: Path, wording: Wording) -> None:
     error = refusal(packed, "--scheduler", "jobset")
     assert (error.code, error.where) == ("launch.no-image", "--image")
