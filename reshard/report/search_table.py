@@ -113,8 +113,10 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
         "--gpu-memory",
         write_size(request.memory_limit),
     ]
-    words += ["--scheduler", "slurm", "--nnodes", str(request.gpus // per_node)] if request.gpus > per_node else []
-    words += ["--", "--data", "PATH"]
+    # Slurm may give a job only the GPUs that it asks for, and ranks that see none would train on CPUs.
+    nodes = ["--nnodes", str(request.gpus // per_node), f"--sbatch-arg=--gpus-per-node={per_node}"]
+    cluster = ["--scheduler", "slurm", *nodes, "--", "--device", "cuda"]
+    words += [*(cluster if request.gpus > per_node else ["--"]), "--data", "PATH"]
     words += [word for name, (value, usual) in flags.items() if value != usual for word in (f"--{name}", str(value))]
     return shlex.join(["runner", "launch", *words])
 

@@ -142,6 +142,15 @@ def test_no_plan_has_degrees_that_a_launch_refuses(
     assert outcomes == {True, False}
 
 
+@pytest.mark.parametrize(("gpus", "is_cluster"), [(8, False), (16, True)])
+def test_launch_on_a_cluster_asks_for_the_gpus_that_are_planned(gpus: int, is_cluster: bool) -> None:
+    words = ("--gpus", str(gpus), "--gpu-memory", "80GB", "--json")
+    shown = shlex.split(reshard("plan", CONFIGS / "llama-3.1-8b.json", *words).json["launch"])
+    cluster, training = shown[: shown.index("--")], shown[shown.index("--") :]
+    assert ("--sbatch-arg=--gpus-per-node=8" in cluster) == is_cluster
+    assert (training[1:3] == ["--device", "cuda"]) == is_cluster
+
+
 def test_what_is_refused_for_a_model_is_named(tmp_path: Path) -> None:
     result = find_layouts(CONFIGS / "gpt-oss-120b.json", request(8, 80, 64))
     assert not result.best
