@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from manifests.command.interpreter import safe_environment
-from manifests.errors import InputError, LaunchError, UsageError
+from manifests.errors import InputError, LaunchError, UsageError, UserError
 
 _LIMIT_S = 60
 _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # the user's, or the site's
@@ -83,10 +83,16 @@ def submitting(find: str, cancel: str) -> Iterator[None]:
     try:
         yield
     except LaunchError as error:
-        if error.code != _SILENT and not re.search("time(d )?-?out|deadline exceeded", error.problem, re.IGNORECASE):
+        if not may_be_submitted(error):
             raise
         hint = f"look for it with {find}, and end it with {cancel} before you submit it again"
         raise error.changed(problem=f"{error.problem}; the job may be submitted all the same", hint=hint) from error
+
+
+def may_be_submitted(error: UserError) -> bool:
+    """Whether a job may be submitted although submitting it failed with this error."""
+    is_late = re.search("time(d )?-?out|deadline exceeded", error.problem, re.IGNORECASE)
+    return error.code == _SILENT or is_late is not None
 
 
 MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name

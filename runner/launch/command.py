@@ -13,6 +13,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from manifests.command.schedulers import may_be_submitted
 from manifests.command.signals import deferred
 from manifests.command.sizes import read_size
 from manifests.errors import UsageError, UserError
@@ -327,8 +328,13 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
         return
     make_log_dir(job.log_dir)
     with claim_log_dir(job.log_dir), deferred():  # a submitted job is always on record
-        run.begin()
-        record = cluster.submit(job)
+        aside = run.begin()
+        try:
+            record = cluster.submit(job)
+        except UserError as error:
+            if aside is not None and not may_be_submitted(error):
+                run.restore(aside)
+            raise
         try:
             run.record(record)
         except BaseException as stopped:  # the next launch would not know of it

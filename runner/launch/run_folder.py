@@ -67,16 +67,28 @@ class RunFolder:
     options: TrainOptions
     is_chosen: bool  # by us, without --log-dir
 
-    def begin(self) -> None:
-        """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`."""
+    def begin(self) -> Path | None:
+        """Prepare the folder for this run: move the files of other runs aside, and write the launch to `run.json`.
+
+        Returns the folder to which files were moved, if any were.
+        """
         run = read_run_record(self.path)
+        aside: Path | None = None
         with system_errors(f"--log-dir {self.path}", "cannot be written", code="output.unwritable"):
             if not _is_same(run, self.options):
-                _move_aside(self.path, run)
-                run = None
+                aside, run = _move_aside(self.path, run), None
             run = dict(run) if run else self._new()
             run["launches"] = [*run.get("launches", ()), self._launch()]
             write_run_record(self.path, run)
+        return aside
+
+    def restore(self, aside: Path) -> None:
+        """Put the files of another run back that `begin` has moved aside: this run was not launched."""
+        with system_errors(f"--log-dir {self.path}", "cannot be written", code="output.unwritable"):
+            (self.path / RUN_NAME).unlink()
+            for path in tuple(aside.iterdir()):
+                path.rename(self.path / path.name)
+            os.removedirs(aside)
 
     def record(self, job: JobRecord) -> None:
         """Put the job that was launched on record, in place of the one before: now it is the latest."""
@@ -203,17 +215,18 @@ def _history(options: TrainOptions) -> Path | None:
     return Path(os.path.abspath(options.history)) if options.history else None
 
 
-def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> None:
-    """Move the files of an earlier run into a separate folder."""
+def _move_aside(log_dir: Path, run: Mapping[str, Any] | None) -> Path | None:
+    """Move the files of an earlier run, if there are any, into a separate folder, which is returned."""
     earlier_paths = [path for path in log_dir.iterdir() if _is_left(path)]
     if not earlier_paths:
-        return
+        return None
     began_s = (run and _began(run)) or min(path.stat().st_mtime for path in earlier_paths)
     aside = _free(log_dir / _EARLIER, datetime.fromtimestamp(began_s), str(run.get("name", "")) if run else "")
     aside.mkdir(parents=True)
     # The files that identify the earlier run go last: after a kill, the next launch moves the rest.
     for path in sorted(earlier_paths, key=lambda path: path.name in (RUN_NAME, "metrics.jsonl")):
         path.rename(aside / path.name)
+    return aside
 
 
 def _is_left(path: Path) -> bool:

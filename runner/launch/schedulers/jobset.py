@@ -87,8 +87,14 @@ def render(job: Job) -> str:
 def submit(job: Job) -> JobRecord:
     """Submit a job to Kubernetes."""
     create = ["kubectl", "create", "-f", "-", "-o", "jsonpath={.metadata.namespace} {.metadata.uid}"]
-    with submitting(f"kubectl get jobset {job.name}", f"kubectl delete jobset {job.name}"):
-        namespace, _, uid = run_kubectl(create, standard_input=render(job)).strip().partition(" ")
+    try:
+        with submitting(f"kubectl get jobset {job.name}", f"kubectl delete jobset {job.name}"):
+            namespace, _, uid = run_kubectl(create, standard_input=render(job)).strip().partition(" ")
+    except LaunchError as error:
+        if "(AlreadyExists)" not in error.problem:
+            raise
+        hint = "once it has ended, remove it with runner cancel LOG_DIR, of its log folder; or use another --name"
+        raise error.changed(hint=hint) from error
     return JobRecord(scheduler="jobset", id=job.name, name=job.name, output="", birth=uid, namespace=namespace)
 
 

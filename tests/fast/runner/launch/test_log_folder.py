@@ -28,6 +28,7 @@ from runner.rundir.records import (
     read_state,
     write_beat,
     write_job_record,
+    write_run_record,
     write_state,
 )
 from tests.builders import llama_config, pack, write_model
@@ -307,6 +308,30 @@ def test_job_of_which_sbatch_says_nothing_is_looked_for(
     assert isinstance(error, UserError)
     assert error.code == "launch.scheduler-failed"
     wording(str(error))
+
+
+def test_job_whose_name_an_ended_jobset_has_leaves_that_one_on_record(place: Path, packed: Path) -> None:
+    """Source: kubectl 1.32, create of what exists; a JobSet stays until it is deleted, whatever its log folder is."""
+    log, record = place / "log", JobRecord(scheduler="jobset", id="tiny", name="tiny", output="", birth="u")
+    log.mkdir()
+    write_run_record(log, {"id": "the first"})
+    write_job_record(log, record)
+    (log / "metrics.jsonl").write_text("")
+    ended = json.dumps({"metadata": {"uid": "u"}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
+    problem = 'Error from server (AlreadyExists): error when creating "STDIN": jobsets "tiny" already exists'
+    put_program(place, "kubectl", f"case $1 in create) echo '{problem}' >&2; exit 1;; get) echo '{ended}';; "
+                                  f"delete) echo > {place}/deleted;; esac")  # fmt: skip
+    flags = ("--image", "i", "--name", "tiny", "--mount", f"claim:{place}", "--mount", f"claim:{packed.parent}")
+    asked = ["launch", str(packed), "--scheduler", "jobset", "--log-dir", str(log), *flags, "--", "--data", "synthetic"]
+    error = CliRunner().invoke(cli, asked).exception
+    assert isinstance(error, UserError)
+    assert error.code == "launch.scheduler-failed"
+    assert "runner cancel" in error.hint
+    assert read_job_record(log) == record
+    names = {path.name for path in log.iterdir()} - {".launch.lock"}
+    assert names == {"run.json", "job.json", "metrics.jsonl"}
+    assert CliRunner().invoke(cli, ["cancel", str(log)]).exception is None
+    assert (place / "deleted").exists()
 
 
 def test_job_that_can_be_neither_recorded_nor_cancelled_is_named(place: Path, packed: Path) -> None:
