@@ -58,7 +58,7 @@ _SILENT_S = 60.0  # a scheduler that is being restarted does not answer
 def status(log_dir: Path, as_json: bool, is_watched: bool) -> None:
     """Show the state of a launched job, its progress, and why it failed.
 
-    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+    LOG_DIR is the log folder of a run, by default the latest launched without --log-dir.
 
     \b
     Example:
@@ -104,7 +104,7 @@ def _from_here(path: str) -> Path:
 def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
     """Print the output of a launched job; for a job on this machine, that of rank 0.
 
-    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+    LOG_DIR is the log folder of a run, by default the latest launched without --log-dir.
 
     \b
     Example:
@@ -119,7 +119,7 @@ def logs(log_dir: Path, follow: bool, rank: int | None) -> None:
 def cancel(log_dir: Path, force: bool) -> None:
     """Cancel a launched job; if it saves checkpoints, it saves one first.
 
-    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+    LOG_DIR is the log folder of a run, by default the latest launched without --log-dir.
 
     \b
     Example:
@@ -127,8 +127,8 @@ def cancel(log_dir: Path, force: bool) -> None:
     """
     record = read_job_record(log_dir)
     was_running = scheduler_of(record.scheduler).cancel(record, is_forced=force)
-    job = f"{record.scheduler} job {record.id}"
-    click.echo(f"cancelled {job}" if was_running else f"{job} has ended already")
+    job = f"{record.scheduler} job {record.id} ({record.name})"
+    click.echo(f"{log_dir}: cancelled {job}" if was_running else f"{log_dir}: {job} has ended already")
 
 
 @click.command()
@@ -148,7 +148,7 @@ def cancel(log_dir: Path, force: bool) -> None:
 def report(log_dir: Path, out: Path | None, compare: Path | None, trace: Path | None, force: bool) -> None:
     """Write a run as one HTML page: loss, throughput and, for steps with --trace, the pipeline.
 
-    LOG_DIR is the log folder of a run, by default the latest in runner-log.
+    LOG_DIR is the log folder of a run, by default the latest launched without --log-dir.
 
     \b
     Example:

@@ -111,8 +111,8 @@ def test_number_that_slurm_has_given_to_another_job_is_not_the_job(
     shown = shows.replace("LOG", str(log)).replace("PLACE", str(place))
     put_program(place, "scontrol", f"echo 'JobId=7 JobState=RUNNING Reason=None StdErr=/x y {shown} Power='")
     put_program(place, "scancel", f"echo > '{place}/cancelled'")
-    said = "slurm job 7 has ended already\n" if is_free else "cancelled slurm job 7\n"
-    assert CliRunner().invoke(cli, ["cancel", str(log)]).stdout == said
+    said = "slurm job 7 (tiny) has ended already" if is_free else "cancelled slurm job 7 (tiny)"
+    assert CliRunner().invoke(cli, ["cancel", str(log)]).stdout == f"{log}: {said}\n"
     assert (place / "cancelled").exists() is not is_free
     if is_free:
         check_free(log)
@@ -287,7 +287,7 @@ def test_job_of_another_cluster_is_asked_for_there(place: Path, packed: Path) ->
     done = launch(packed, place / "log", *nodes, "--sbatch-arg=-Mb1,b2")
     assert done.exception is None, done.exception
     assert "RUNNING" in refusal(place / "log").problem
-    assert CliRunner().invoke(cli, ["cancel", str(place / "log")]).stdout == "cancelled slurm job 7\n"
+    assert "cancelled slurm job 7 " in CliRunner().invoke(cli, ["cancel", str(place / "log")]).stdout
     assert (place / "cancelled").read_text() == "--clusters=b2 7\n"
 
 

@@ -164,7 +164,7 @@ def test_damaged_record_of_a_run_hides_neither_it_nor_others(tmp_path: Path, rec
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_job_that_has_ended_is_not_said_to_be_cancelled(log: Path, flags: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, ["cancel", str(log), *flags])
-    assert (done.exit_code, done.stdout) == (0, "local job 1 has ended already\n")
+    assert (done.exit_code, done.stdout) == (0, f"{log}: local job 1 (x) has ended already\n")
 
 
 @pytest.mark.parametrize("rank_0", ["", "now error: rank 0: bad\nhint: mend it\n"])

@@ -107,11 +107,11 @@ def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
     assert runner("logs", logs[1]).returncode == 0
     cluster.jobsets["tiny"]["status"] = {}
     assert [json.loads(runner("status", log, "--json").stdout)["state"] for log in logs] == ["Forgotten", "Running"]
-    assert runner("cancel", logs[0]).stdout == "jobset job tiny has ended already\n"
+    assert runner("cancel", logs[0]).stdout == f"{logs[0]}: jobset job tiny (tiny) has ended already\n"
     assert "tiny" in cluster.jobsets
     assert launch(packed, logs[0], name="other")[0] == 0, "the folder is free"
     del cluster.jobsets["other"]
-    assert runner("cancel", logs[1]).stdout == "cancelled jobset job tiny\n"
+    assert runner("cancel", logs[1]).stdout == f"{logs[1]}: cancelled jobset job tiny (tiny)\n"
     assert cluster.jobsets == {}
 
 

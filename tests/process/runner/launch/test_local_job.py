@@ -63,7 +63,7 @@ def test_job_is_watched_and_cancelled_by_its_log_folder_and_saves(packed: Path, 
         follower = [sys.executable, "-m", "runner.cli", "logs", log, "-f"]
         following = subprocess.Popen(follower, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         pids = run.ranks()
-        assert forked_runner("cancel", log).stdout == f"cancelled local job {run.process.pid}\n"
+        assert forked_runner("cancel", log).stdout == f"{log}: cancelled local job {run.process.pid} (pp2)\n"
         assert run.process.wait(timeout=60) == 130, run.said
         assert "stopped by a signal after step" in following.communicate(timeout=60)[0]
         wait_until_gone(pids, 1)
