@@ -125,20 +125,20 @@ def check_memory(planned: MemoryEstimate, gpu_nbytes: int, where: str) -> str:
     states = [memory.state for memory in planned.ranks]
     totals = [memory.total for memory in planned.ranks]
     rank, fullest = states.index(max(states)), totals.index(max(totals))
-    more = "use more pipeline ranks (reshard pack MANIFEST --layout pp=N), --tp N or --dp-shard N"
+    more = "use more pipeline ranks (reshard pack MANIFEST --layout pp=N), --tp N, --dp-shard N"
     if states[rank] > gpu_nbytes:
         raise LaunchError(
             where,
             f"pipeline rank {rank} needs {show_bytes(states[rank])} for weights, gradients and optimizer state, "
             f"its GPU has {show_bytes(gpu_nbytes)}",
-            more,
+            f"{more} or --dtype bf16",
             code="launch.gpu-memory",
         )
     if totals[fullest] <= gpu_nbytes:
         return ""
     return (
         f"pipeline rank {fullest} is estimated to need {show_bytes(totals[fullest])}, its GPU has "
-        f"{show_bytes(gpu_nbytes)} ({where}); {more}, --ac full or a lower --microbatch or --seq-len"
+        f"{show_bytes(gpu_nbytes)} ({where}); {more}, --dtype bf16, --ac full or a lower --microbatch or --seq-len"
     )
 
 

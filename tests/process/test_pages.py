@@ -81,13 +81,13 @@ def last_run(tmp_path: Path, pp2: None) -> None:
 @pytest.fixture
 def cluster(tmp_path: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "Llama-3.1-405B"
+    config = llama_config(num_hidden_layers=16, num_key_value_heads=4, max_position_embeddings=4096)
     for folder in (source, tmp_path / "data" / source.name):
-        write_model(folder, llama_config(num_hidden_layers=16))
-    for out in (tmp_path / "data" / "405B-pp16", "s3://checkpoints/405B-pp16"):
-        pack(source, "pp=16", out)
+        write_model(folder, config)
+    for out in (tmp_path / "data" / "70B-pp4", "s3://checkpoints/70B-pp4"):
+        pack(source, "pp=4,vpp=4", out)
     shutil.copytree(tmp_path / "text", tmp_path / "data" / "text")
-    for name, value in {"HF_HOME": str(tmp_path / "cache"), "USER": "reader"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
 
 
 @pytest.fixture
