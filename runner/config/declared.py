@@ -12,7 +12,7 @@ import click
 
 from manifests.command.neighbors import DTYPES
 from manifests.errors import UsageError
-from stores.address import check_local
+from stores.address import check_local, is_url
 
 T = TypeVar("T")
 _SAME: Any = object()
@@ -59,6 +59,19 @@ class LocalPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         check_local(param.opts[0] if param is not None else "", value)
+        return super().convert(value, param, ctx)
+
+
+class LocalManifest(click.Path):
+    """A manifest, or its folder, on this machine; as a path, an address would lose a slash."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if is_url(value):
+            hint = f"copy it to a folder: reshard pack {value} --out DIR"
+            raise UsageError(value, "is not on this machine", hint, code="options.remote-manifest")
         return super().convert(value, param, ctx)
 
 

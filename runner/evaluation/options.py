@@ -12,7 +12,7 @@ import click
 
 from manifests.command.neighbors import usage_error
 from manifests.errors import UsageError
-from runner.config.declared import DtypeName, WholeNumber, build, flag, group, parameters_of
+from runner.config.declared import DtypeName, LocalManifest, WholeNumber, build, flag, group, parameters_of
 from runner.config.flags import Device
 from runner.config.schema import SYNTHETIC, DataOptions, Dtype, TextOptions
 
@@ -91,7 +91,7 @@ def _is_address(text: str | None) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
-PARAMETERS = (click.Argument(["manifest"], type=click.Path(path_type=Path)), *parameters_of(EvalOptions))
+PARAMETERS = (click.Argument(["manifest"], type=LocalManifest()), *parameters_of(EvalOptions))
 
 
 def parse_eval(args: Sequence[str]) -> EvalOptions:

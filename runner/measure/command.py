@@ -13,7 +13,7 @@ from manifests.models.training import parse_recompute
 from manifests.module_times import ModuleTime
 from manifests.store import write_file
 from runner.bundle.packed import open_packed
-from runner.config.declared import DtypeName, WholeNumber
+from runner.config.declared import DtypeName, LocalManifest, WholeNumber
 from runner.config.flags import Device
 from runner.config.schema import Dtype
 from runner.preflight.preflight import check_device
@@ -21,7 +21,7 @@ from stores.folders.probe import check_new_file, print_result
 
 
 @click.command()
-@click.argument("manifest", type=click.Path(path_type=Path))
+@click.argument("manifest", type=LocalManifest())
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, metavar="FILE", help="The file to write: times.json."
 )

@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from manifests.digest import digest_bytes
 from manifests.errors import UsageError
 from manifests.models.adapters import RECORD_NAME
 from runner.cli import main
+from runner.commands import cli
 from runner.config.schema import DataOptions
 from runner.evaluation.options import parse_eval
 from tests.builders import edit_manifest
@@ -52,6 +54,13 @@ def test_two_dashes_before_the_flags_mean_nothing(
     with_dashes = run(["eval", packed, "--", *flags], monkeypatch, capsys)
     assert with_dashes == run(["eval", packed, *flags], monkeypatch, capsys)
     assert parse_eval([str(packed), *flags[:-1]]).data == DataOptions(sources=("a.txt",), pack=False)
+
+
+@pytest.mark.parametrize("words", [("eval", "--data", "a.txt"), ("measure", "--out", "times.json")])
+def test_manifest_that_is_not_on_this_machine_is_refused_as_it_was_typed(words: Sequence[str]) -> None:
+    error = CliRunner().invoke(cli, [words[0], "s3://bucket/pp2", *words[1:]]).exception
+    assert isinstance(error, UsageError)
+    assert (error.code, error.where) == ("options.remote-manifest", "s3://bucket/pp2")
 
 
 def test_flag_that_does_not_exist_is_refused() -> None:
