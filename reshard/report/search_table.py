@@ -49,7 +49,8 @@ def search_text(result: SearchResult) -> str:
         if result.state_nbytes > request.gpus * result.limit:
             lines.append(
                 f"weights, gradients and optimizer state alone are {show_bytes(result.state_nbytes)}, which no layout "
-                f"changes: at least {-(-result.state_nbytes // result.limit)} GPUs, or adapters (--lora-rank)"
+                f"changes: at least {-(-result.state_nbytes // result.limit)} GPUs, or adapters "
+                "(planned by runner launch --dry-run -- --lora-rank R)"
             )
     else:
         lines.append("NO LAYOUT: no combination of degrees is possible")

@@ -60,9 +60,10 @@ def prove(
 ) -> None:  # fmt: skip
     """Prove that a run trains as one process does, before it is launched. Exits with code 4 if it does not.
 
-    MODEL is the manifest, and what follows -- are the flags of runner launch. A tiny model of the config takes a step
-    by the run's stages, schedule, degrees and options on up to 16 CPU ranks of this machine, however many the job has:
-    degrees are at most 2, and what does not fit is tried in overlapping subsets. Weights and data are not read.
+    MODEL is the manifest, and what follows -- are the training flags of runner launch. A tiny model of the config takes
+    a step by the run's stages, schedule, degrees and options on up to 16 CPU ranks of this machine, however many the
+    job has: degrees are at most 2, and what does not fit is tried in overlapping subsets. Weights and data are not
+    read.
 
     With --against, MODEL is a Hugging Face or packed folder with the weights before a training step, by default the
     dump's own folder: the step of any trainer is compared with transformers' model in one process. The whole model must
