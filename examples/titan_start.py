@@ -1,6 +1,6 @@
 """Let torchtitan's own trainer start from a packed folder: each rank reads its own stages, and nothing else.
 
-from examples.titan_start import start_from
+from examples.titan_start import start_from    # with PYTHONPATH=CHECKOUT torchrun …
 config = llama3_8b()                  # a Trainer.Config of yours
 start_from("./Llama-3.1-8B-pp4", config)
 config.build().train()
