@@ -118,8 +118,7 @@ def read_planned(planned: Iterable[Read], how: Reading) -> tuple[LoadReport, lis
         key = read.at.file, read.at.begin, read.region
         reads.setdefault(key, read)
         wanted[key].append(read.into)
-    with how.timer.working():
-        parts = read_all(list(reads.values()), how)
+    parts = read_all(list(reads.values()), how)
     for first, *others in wanted.values():
         for other in others:
             other.memory.copy_(first.memory)
@@ -176,7 +175,8 @@ def plan_reads(pieces: Iterable[Piece], bundles: Bundles, shape: ModelShape, hol
 def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
     """Execute reads: every two threads start at the two ends of a part of the files.
 
-    Returns the reads that are not verified yet: the partial ones, or all if nothing is hashed.
+    Returns the reads that are not verified yet: the partial ones, or all if nothing is hashed. The timer of `how`
+    measures their progress, and nothing afterwards.
     """
     if not reads:
         return []
@@ -193,7 +193,8 @@ def read_all(reads: Sequence[Read], how: Reading = Reading()) -> list[PartRead]:
             parts.extend(_fill_run(run, blocks, stop, how))
 
     most = _MOST_TO_GPU if device.type == "cuda" else len(runs)
-    share_out(runs, fill_runs, min(how.num_threads, len(runs), most), how.stop)
+    with how.timer.working():
+        share_out(runs, fill_runs, min(how.num_threads, len(runs), most), how.stop)
     return parts
 
 

@@ -72,3 +72,11 @@ def test_seconds_of_a_load_have_those_in_which_parts_are_verified(tmp_path: Path
     taken_s = time.perf_counter() - started_s
     assert report.verified_nbytes > 1 << 24
     assert report.load_s > taken_s / 2
+
+
+@pytest.mark.parametrize("is_broadcast", [False, True])
+def test_timer_measures_nothing_after_a_load(is_broadcast: bool, tmp_path: Path) -> None:
+    """The watchdog of the run has it: weights that were read long ago are not a disk that does not answer."""
+    loader, pieces = loader_of(open_packed(write_trained(tmp_path, "pp=2")), is_broadcast=is_broadcast)
+    loader.load(pieces, WEIGHTS)
+    assert loader.how.timer.stalled_s == 0.0
