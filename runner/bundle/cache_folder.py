@@ -13,10 +13,8 @@ import errno
 import os
 import re
 import shutil
-import threading
 import time
-from collections.abc import Container, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +85,10 @@ def assign_shards(shards: Iterable[Shard], num_ranks: int) -> tuple[tuple[Shard,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheFolder:
-    """One manifest's cached shards on this node. `limit_s`: how long another process may make no progress on one."""
+    """One manifest's cached shards on this node. `limit_s`: how long another process may make no progress on one.
+
+    `beat` is called regularly while shards are copied, verified or waited for, and may raise to end that.
+    """
 
     path: Path
     limit_s: float
@@ -118,7 +119,7 @@ class CacheFolder:
             code="output.disk-full",
         )
 
-    def ensure(self, file: InputFile, shard: Shard, stop: threading.Event) -> bool:
+    def ensure(self, file: InputFile, shard: Shard, beat: Callable[[], None] = lambda: None) -> bool:
         """Cache a shard, and return whether it was copied. If another process is copying it, wait for that."""
         target, partial = self.path / shard.path, _partial(self.path / shard.path)
         if self.has(shard):
@@ -127,10 +128,10 @@ class CacheFolder:
             if not target.parent.resolve().is_relative_to(self.path.resolve()):
                 raise OutputError(str(target.parent), "is a link to another folder", "remove it", code="output.link")
             target.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = self._lock(partial, stop)
+            descriptor = self._lock(partial, beat)
             try:
                 if is_missing := not self.has(shard):
-                    _copy(file, shard, descriptor, stop)
+                    _copy(file, shard, descriptor, beat)
                     os.replace(partial, target)
                 else:
                     partial.unlink()
@@ -141,11 +142,11 @@ class CacheFolder:
             finally:
                 os.close(descriptor)
 
-    def verify(self, shard: Shard, stop: threading.Event) -> bool:
+    def verify(self, shard: Shard, beat: Callable[[], None] = lambda: None) -> bool:
         """Read a cached shard, and return whether all digests match; a damaged one is removed."""
         path = self.path / shard.path
         try:
-            for _ in verified_blocks(LocalFile(path), shard, stop):
+            for _ in verified_blocks(LocalFile(path), shard, beat):
                 pass
         except InputError:
             with _write_errors(path):
@@ -153,7 +154,7 @@ class CacheFolder:
             return False
         return True
 
-    def _lock(self, partial: Path, stop: threading.Event) -> int:
+    def _lock(self, partial: Path, beat: Callable[[], None]) -> int:
         """Lock a shard that is being copied, until the returned descriptor is closed."""
         last_nbytes, since_s = -1, time.monotonic()
         # O_NONBLOCK: opening a pipe (FIFO) that nobody reads fails, and does not wait for a reader.
@@ -167,15 +168,15 @@ class CacheFolder:
                     f"end that process, or use another {FLAG}",
                     code="launch.cache-stalled",
                 )
-            if stop.wait(_POLL_S):
-                raise CancelledError
+            beat()
+            time.sleep(_POLL_S)
         return descriptor
 
 
-def _copy(file: InputFile, shard: Shard, descriptor: int, stop: threading.Event) -> None:
+def _copy(file: InputFile, shard: Shard, descriptor: int, beat: Callable[[], None]) -> None:
     os.ftruncate(descriptor, 0)
     with open(descriptor, "wb", closefd=False) as copy:
-        for block in verified_blocks(file, shard, stop):
+        for block in verified_blocks(file, shard, beat):
             copy.write(block)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 from manifests.digest import PREFIX, Hasher
@@ -18,8 +17,11 @@ from stores.bundles import TensorAt, tensors_in
 _BLOCK_NBYTES = 8 << 20
 
 
-def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Iterator[bytes | memoryview]:
-    """Yield a shard's bytes from front to back, each block valid until the next; at the end all are verified."""
+def verified_blocks(file: InputFile, shard: Shard, beat: Callable[[], None]) -> Iterator[bytes | memoryview]:
+    """Yield a shard's bytes from front to back, each block valid until the next; at the end all are verified.
+
+    `beat` is called when a block has been read, and may raise to end it.
+    """
     check_shard(str(file), shard, file.nbytes)
     header = read_file_header(file)
     check_shard(str(file), shard, file.nbytes, header)
@@ -27,8 +29,7 @@ def verified_blocks(file: InputFile, shard: Shard, stop: threading.Event) -> Ite
     yield header.raw
     tensors = _Digests(tensors_in(file, header, header.digest_table(str(file))))
     for position, block in _blocks(file, header.nbytes, shard.nbytes):
-        if stop.is_set():
-            raise CancelledError
+        beat()
         tensors.update(block, position)
         yield block
 

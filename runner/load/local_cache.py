@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -29,6 +29,7 @@ from runner.bundle.packed import Packed, fetch, name_of, open_packed
 from runner.config.flags import TrainOptions
 from runner.distributed.fail_together import from_all_ranks, from_rank_0, raise_on_all_ranks
 from runner.distributed.rounds import in_rounds, is_true_for_all
+from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import World
 from runner.parallel.mesh import Mesh
 from stores.base import Range
@@ -108,6 +109,7 @@ class LocalCache:
     ) -> None:
         self._origin, self._folder, self._world = origin, folder, world
         self._shards = shards_of(origin.manifest, modules, holds)
+        self._timer = StallTimer(folder.limit_s)  # of the disks that this rank copies from and to
         self.report: CacheReport | None = None  # of all that this rank has copied
 
     @property
@@ -133,10 +135,10 @@ class LocalCache:
                 for shard in self._assigned
             ]
         if verifies:
-            report = in_rounds("stage to local", self._verify_own)
+            report = in_rounds("stage to local", self._verify_own, timer=self._timer)
         else:
             transfers = plan_transfers(dict(enumerate(from_all_ranks(wanted))))
-            report = in_rounds("stage to local", partial(self._read_own, transfers))
+            report = in_rounds("stage to local", partial(self._read_own, transfers), timer=self._timer)
             report = self._exchange(transfers, report)
         report = replace(report, copy_s=time.perf_counter() - started_s)
         self._log(report)
@@ -155,9 +157,9 @@ class LocalCache:
     def _read_own(self, transfers: Sequence[Transfer], stop: threading.Event) -> CacheReport:
         """Cache what this rank reads from the store: for itself, and for other nodes."""
         received = {transfer.path for transfer in transfers if self._world.rank in transfer.receivers}
-        return self._report(
-            [shard for shard in self._assigned if shard.path not in received and self._ensure(shard, stop)]
-        )
+        assigned = [shard for shard in self._assigned if shard.path not in received]
+        with self._timer.working():
+            return self._report([shard for shard in assigned if self._ensure(shard, partial(self._timer.beat, stop))])
 
     def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
         """Send and receive shards. Every rank calls this, and all raise if one fails.
@@ -194,23 +196,25 @@ class LocalCache:
 
     def _receive(self, shard: Shard, transfer: Transfer, group: dist.ProcessGroup) -> Origin | None:
         """Cache a shard that another rank sends; return where it came from; None: another process has cached it."""
-        stop = threading.Event()
         file = ReceivedFile(path=shard.path, nbytes=shard.nbytes, sender=transfer.sender, group=group)
         try:
-            return "node" if self._folder.ensure(file, shard, stop) else None
+            return "node" if self._folder.ensure(file, shard) else None
         except ShardError as error:  # damaged on the other node's disk, or on the way
             file.finish()
             logger.info("[rank %d] %s; reading it from %s", self._world.rank, error, self._origin.root)
-            return "store" if self._ensure(shard, stop) else None
+            return "store" if self._ensure(shard) else None
         finally:
             file.finish()
 
     def _verify_own(self, stop: threading.Event) -> CacheReport:
         """Verify this rank's part, and copy what is missing or damaged."""
-        missing = [shard for shard in self._assigned if self._ensure(shard, stop)]
-        damaged = [shard for shard in self._assigned if shard not in missing and not self._folder.verify(shard, stop)]
-        for shard in damaged:
-            self._ensure(shard, stop)
+        beat = partial(self._timer.beat, stop)
+        with self._timer.working():
+            missing = [shard for shard in self._assigned if self._ensure(shard, beat)]
+            cached = [shard for shard in self._assigned if shard not in missing]
+            damaged = [shard for shard in cached if not self._folder.verify(shard, beat)]
+            for shard in damaged:
+                self._ensure(shard, beat)
         return self._report([*missing, *damaged], num_damaged=len(damaged))
 
     def _report(self, copied: Sequence[Shard], *, num_damaged: int = 0) -> CacheReport:
@@ -222,8 +226,8 @@ class LocalCache:
             copy_s=0.0,
         )
 
-    def _ensure(self, shard: Shard, stop: threading.Event) -> bool:
-        return self._folder.ensure(self._origin.root.file(shard.path), shard, stop)
+    def _ensure(self, shard: Shard, beat: Callable[[], None] = lambda: None) -> bool:
+        return self._folder.ensure(self._origin.root.file(shard.path), shard, beat)
 
     def _log(self, report: CacheReport) -> None:
         if report.nbytes or report.reused_nbytes:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,14 +21,13 @@ from manifests.errors import InputError, ShardError, UnreachableError, UserError
 from manifests.schema import MOMENTS, WEIGHTS, Manifest, Shard
 from runner.bundle.cache_folder import CacheFolder, check_cacheable, node_folder, shards_of
 from runner.bundle.packed import fetch, opened
+from runner.distributed.watchdog import StallTimer
 from runner.rundir.exit_report import code_of
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from tests.builders import files_in, flip, llama_config, pack, weights_path, write_model
 from tests.fast.trained import write_trained
 from tests.servers.hub import serve_hub, set_up
-
-NOBODY_STOPS = threading.Event()
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +47,8 @@ def shard_of(trained: Path) -> Shard:
     return next(open_manifest(trained).manifest.shards)
 
 
-def ensure(folder: CacheFolder, trained: Path, shard: Shard, stop: threading.Event = NOBODY_STOPS) -> bool:
-    return folder.ensure(LocalFolder(trained).file(shard.path), shard, stop)
+def ensure(folder: CacheFolder, trained: Path, shard: Shard) -> bool:
+    return folder.ensure(LocalFolder(trained).file(shard.path), shard)
 
 
 def names_in(folder: CacheFolder) -> list[str]:
@@ -84,7 +84,7 @@ def test_partial_copy_of_a_killed_process_is_overwritten(trained: Path, folder: 
     assert not folder.has(shard)
     assert ensure(folder, trained, shard)
     assert names_in(folder) == [shard.path]
-    assert folder.verify(shard, NOBODY_STOPS)
+    assert folder.verify(shard)
 
 
 @pytest.mark.parametrize("content", [b"", b"short", None], ids=["empty", "short", "another shard"])
@@ -94,7 +94,7 @@ def test_foreign_file_of_that_name_is_replaced(trained: Path, folder: CacheFolde
     path.parent.mkdir(parents=True)
     path.write_bytes((trained / others[-1].path).read_bytes() if content is None else content)
     assert ensure(folder, trained, shard)
-    assert folder.verify(shard, NOBODY_STOPS)
+    assert folder.verify(shard)
 
 
 def test_damaged_copy_is_found_and_removed(trained: Path, folder: CacheFolder) -> None:
@@ -102,7 +102,7 @@ def test_damaged_copy_is_found_and_removed(trained: Path, folder: CacheFolder) -
     ensure(folder, trained, shard)
     flip(folder.path / shard.path)
     assert folder.has(shard)  # size and header are right
-    assert not folder.verify(shard, NOBODY_STOPS)
+    assert not folder.verify(shard)
     assert names_in(folder) == []
     assert ensure(folder, trained, shard)
 
@@ -125,7 +125,7 @@ def test_several_at_once_make_one_copy(trained: Path, folder: CacheFolder) -> No
         made = list(pool.map(lambda _: ensure(folder, trained, shard), range(8)))
     assert made.count(True) == 1
     assert names_in(folder) == [shard.path]
-    assert folder.verify(shard, NOBODY_STOPS)
+    assert folder.verify(shard)
 
 
 def test_wait_for_a_copy_that_another_process_does_not_write_ends(
@@ -134,7 +134,7 @@ def test_wait_for_a_copy_that_another_process_does_not_write_ends(
     shard = shard_of(trained)
     partial = (folder.path / shard.path).with_name(f".{Path(shard.path).name}.partial")
     partial.parent.mkdir(parents=True)
-    holder = folder._lock(partial, NOBODY_STOPS)
+    holder = folder._lock(partial, lambda: None)
     with pytest.raises(UserError) as error:
         ensure(folder, trained, shard)
     assert (error.value.where, error.value.code) == (str(partial), "launch.cache-stalled")
@@ -144,10 +144,10 @@ def test_wait_for_a_copy_that_another_process_does_not_write_ends(
 
 
 def test_copying_ends_soon_when_another_rank_has_failed(trained: Path, folder: CacheFolder) -> None:
-    stop = threading.Event()
+    stop, shard = threading.Event(), shard_of(trained)
     stop.set()
     with pytest.raises(CancelledError):
-        ensure(folder, trained, shard_of(trained), stop)
+        folder.ensure(LocalFolder(trained).file(shard.path), shard, partial(StallTimer().beat, stop))
     assert names_in(folder) == []
 
 
@@ -290,5 +290,5 @@ def test_manifest_on_the_hub_is_launched_at_the_commit_that_is_found(
         again = fetch(open_manifest(address), tmp_path / "node")
         shard = shard_of(trained)
         folder = CacheFolder(path=tmp_path / "node", limit_s=5)
-        assert folder.ensure(again.bundles.root.file(shard.path), shard, NOBODY_STOPS)
+        assert folder.ensure(again.bundles.root.file(shard.path), shard)
         assert (folder.path / shard.path).read_bytes() == (trained / shard.path).read_bytes()

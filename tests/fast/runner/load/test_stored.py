@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from manifests.errors import ShardError
+from manifests.errors import ShardError, UnreachableError
 from manifests.schema import WEIGHTS
 from manifests.store import open_shard
+from runner.bundle.cache_folder import CacheFolder
 from runner.bundle.packed import Packed, open_packed
+from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import Reading
+from runner.load.local_cache import LocalCache
 from runner.load.stored import StageLoader
 from runner.tensors.local_shard import Piece, whole_pieces
 from stores import bundles
@@ -80,3 +85,33 @@ def test_timer_measures_nothing_after_a_load(is_broadcast: bool, tmp_path: Path)
     loader, pieces = loader_of(open_packed(write_trained(tmp_path, "pp=2")), is_broadcast=is_broadcast)
     loader.load(pieces, WEIGHTS)
     assert loader.how.timer.stalled_s == 0.0
+
+
+def hang(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Let reads of tensors, which threads read, and of a file that is copied wait until the event is set."""
+    preadv, answered = os.preadv, threading.Event()
+
+    def wait(*args: Any) -> int:
+        if threading.current_thread() is not threading.main_thread():
+            answered.wait(20)
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", wait)
+    return answered
+
+
+def cache_of(origin: Packed, path: Path) -> LocalCache:
+    modules = {module for stage in origin.manifest.stages for module in stage.modules}
+    folder = CacheFolder(path=path, limit_s=0.1)
+    return LocalCache(origin.bundles, folder, modules, (WEIGHTS,), World(rank=0, local_rank=0, size=1))
+
+
+def test_disk_that_does_not_answer_while_shards_are_cached_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cache_of(open_packed(write_trained(tmp_path, "pp=2")), tmp_path / "node")
+    answered = hang(monkeypatch)
+    with pytest.raises(UnreachableError) as caught:
+        cache.ensure()
+    assert (caught.value.code, caught.value.where) == ("store.stalled", "rank 0: stage to local")
+    answered.set()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -65,7 +64,7 @@ def cached(packed: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     place = tmp_path_factory.mktemp("cached")
     folder = CacheFolder(path=copies_of(packed, place / "scratch"), limit_s=10)
     for shard in open_manifest(packed).manifest.shards:
-        folder.ensure(LocalFolder(packed).file(shard.path), shard, threading.Event())
+        folder.ensure(LocalFolder(packed).file(shard.path), shard)
     flip(folder.path / FIRST)
     bad = shutil.copytree(packed, place / "bad-original")
     flip(bad / SECOND)
