@@ -86,8 +86,9 @@ class StageLoader:
         """
         try:
             return self._load_once(pieces, holds, pending)
-        except InputError:
-            if self.cache is None or not self.cache.repair():
+        except InputError as error:
+            # A disk that did not answer for --timeout is not asked again, for as long.
+            if self.cache is None or error.code == "store.stalled" or not self.cache.repair():
                 raise
         return self._load_once(pieces, holds)
 

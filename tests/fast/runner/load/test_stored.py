@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from manifests.schema import WEIGHTS
 from manifests.store import open_shard
 from runner.bundle.cache_folder import CacheFolder
 from runner.bundle.packed import Packed, open_packed
+from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import World
 from runner.load.deferred import DeferredVerification
 from runner.load.load import Reading
@@ -114,4 +116,18 @@ def test_disk_that_does_not_answer_while_shards_are_cached_is_not_waited_for(
     with pytest.raises(UnreachableError) as caught:
         cache.ensure()
     assert (caught.value.code, caught.value.where) == ("store.stalled", "rank 0: stage to local")
+    answered.set()
+
+
+def test_cached_shard_whose_disk_does_not_answer_is_not_read_again_to_repair_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader, pieces = loader_of(open_packed(write_trained(tmp_path, "pp=2")), is_broadcast=False)
+    cache = cache_of(loader.origin, tmp_path / "node")
+    cache.ensure()
+    loader = replace(loader, cache=cache, how=Reading(timer=StallTimer(0.1)))
+    answered = hang(monkeypatch)
+    with pytest.raises(UnreachableError) as caught:
+        loader.load(pieces, WEIGHTS)
+    assert (caught.value.code, caught.value.where) == ("store.stalled", "rank 0: load")
     answered.set()
