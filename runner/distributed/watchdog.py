@@ -229,7 +229,7 @@ def _doing(thread: int) -> tuple[str, bool]:
     if frame is None:
         return "", False
     name, path = frame.f_code.co_name, Path(frame.f_code.co_filename)
-    is_waiting = "distributed" in path.parts[:-1] or "wait" in name
+    is_waiting = "distributed" in path.parts[:-1] or "wait" in name or name == "synchronize"  # with a GPU
     return f"{name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})", is_waiting
 
 

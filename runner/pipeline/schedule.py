@@ -11,6 +11,7 @@ from torch import distributed as dist
 
 from runner.config.schema import BatchOptions
 from runner.data.sequences import Batch
+from runner.distributed.world import wait_for_numbers
 from runner.pipeline.chunk import StageChunk
 from runner.pipeline.heads import loss_of, of_evaluation, output_form
 from runner.pipeline.losses import Loss, MtpLoss
@@ -135,7 +136,8 @@ class Pipeline:
         for stage in lane.stages:
             stage.wait_for_sends("F")
             stage.clear_runtime_states()  # otherwise the activations of every microbatch stay in memory
-        return total(losses).item() if self.has_last else None
+        loss: float | None = wait_for_numbers(total(losses)) if self.has_last else None
+        return loss
 
     def build_lane(self, purpose: Purpose, cut: BatchOptions) -> Lane:
         """Build the lane for batches of this shape. Shapes are declared: torch's inference would run on garbage."""

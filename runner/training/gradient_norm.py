@@ -15,7 +15,7 @@ from torch import nn
 from manifests.errors import RankError
 from runner.config.parallel_dims import ParallelDims
 from runner.distributed.fail_together import from_all_ranks
-from runner.distributed.world import exchange_device
+from runner.distributed.world import exchange_device, wait_for_numbers
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import NamedParameter
 from runner.tensors.dtensor import local_of
@@ -177,7 +177,7 @@ class StepTotals:
             dist.all_reduce(mine, group=self._mesh.stage)
         everyone = torch.empty(len(self._names) * width, dtype=torch.float64, device=device)
         dist.all_gather_single(everyone, mine, group=self._mesh.pipeline)
-        rows: list[list[float]] = everyone.view(-1, width).tolist()
+        rows: list[list[float]] = wait_for_numbers(everyone.view(-1, width))
         return rows
 
 

@@ -9,10 +9,14 @@ import logging
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -21,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
 from runner.checkpoint import shard_file
+from runner.distributed import watchdog
 from runner.distributed.fail_together import (
     ExhaustedError,
     OneRankError,
@@ -35,6 +40,7 @@ from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
 from runner.rundir.records import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
+from runner.training.gradient_norm import StepTotals
 from stores.folders.publish import publishing
 from tests.fast.runner.tiny import write_shard
 
@@ -387,6 +393,27 @@ def test_log_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     with pytest.raises(InputError) as refused:
         log_to_file(tmp_path / "file" / "log", 0)
     assert (refused.value.where, refused.value.code) == (f"{tmp_path}/file/log", "output.unwritable")
+
+
+def test_rank_that_waits_for_numbers_of_others_on_a_gpu_is_known_to_wait(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With NCCL, receives and collectives are only enqueued: the host waits where it reads what comes of them."""
+    totals, numbers = StepTotals([], (), device=torch.device("cpu")), SimpleQueue[list[list[float]]]()
+    monkeypatch.setattr(torch.Tensor, "tolist", numbers.get)  # no function of Python, as torch's is none
+    monkeypatch.setattr(torch._C, "_cuda_synchronize", numbers.get, raising=False)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_ident).result()
+        assert not watchdog._doing(thread)[1]
+        for wait in (partial(totals.reduce_loss, 1.0, 1.0), torch.cuda.synchronize):
+            waiting = pool.submit(wait)
+            time.sleep(0.5)
+            doing = watchdog._doing(thread)
+            numbers.put([[1.0, 1.0]])
+            waiting.result(timeout=10)
+            assert doing[1], doing
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:
