@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,14 +45,25 @@ def find_cause(
             return _unreported(failure, place(rank))
     lost = {rank for rank, report in reports.items() if report is not None and report.kind == "lost"}
     # The watchdog aborts every rank that waits; where a library fails, its rank is aborted alone.
-    aborted = [rank for rank, failure in failures.items() if failure.exitcode == _ABORTED]
+    aborted = {rank for rank, failure in failures.items() if failure.exitcode == _ABORTED}
     if len(aborted) > 1 or any(report is not None and report.kind == "stuck" for report in in_turn):
-        aborted = []
+        lost, aborted = lost | aborted, set()
     is_busy = any(beat.rank in aborted and not beat.is_waiting for beat in beats)
     if not is_busy and (blamed := _awaited(beats, lost, first_s)) is not None:
         return blamed
-    rank = min(aborted or failures, key=lambda rank: (failures[rank].timestamp, reports[rank] is None, rank))
-    return reports[rank] or _unreported(failures[rank], place(rank))
+
+    def order(rank: int) -> tuple[int, bool, bool, int]:
+        failure = failures[rank]
+        return failure.timestamp, reports[rank] is None, failure.exitcode == _TERMINATED, rank
+
+    rank = min(aborted or failures, key=order)
+    if (report := reports[rank]) is not None:
+        return report
+    if rank in lost:
+        return _aborted(place(rank))
+    if aborted and not is_busy:  # perhaps because of a rank of another node, whose agent reports that
+        return replace(_killed(failures[rank], place(rank)), kind="lost")
+    return _unreported(failures[rank], place(rank))
 
 
 def find_cause_at_stop(reports: Sequence[ExitReport], *, is_unsaved: bool) -> ExitReport | None:
@@ -78,6 +90,13 @@ def _killed(failure: ProcessFailure, where: str) -> ExitReport:
     return ExitReport(
         kind="failed", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.killed"
     )
+
+
+def _aborted(where: str) -> ExitReport:
+    """Return a report on one of several ranks that were aborted, where nothing shows which rank they waited for."""
+    problem = "aborted, as NCCL does where a rank lost the connection to another one, or timed out waiting for it"
+    hint = "what aborted it has printed why, above"
+    return ExitReport(kind="lost", code=_RANK_FAILED, where=where, problem=problem, hint=hint, error_code="rank.lost")
 
 
 def _awaited(beats: Sequence[Beat], lost: Container[int], ended_s: float) -> ExitReport | None:

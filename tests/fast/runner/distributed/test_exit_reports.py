@@ -109,6 +109,28 @@ def test_rank_that_nccl_aborted_is_no_cause(tmp_path: Path, beats: tuple[Beat, .
     assert found[2] == "rank.stuck"
 
 
+def test_ranks_that_nccl_aborted_have_waited_for_another_one(tmp_path: Path) -> None:
+    """Their hosts may be anywhere, such as in the launch of a kernel, for which a full queue has no room."""
+    failures = {0: failure(tmp_path, -15), 1: failure(tmp_path, -6), 2: failure(tmp_path, -6)}
+    busy = [beat(rank, is_waiting=False) for rank in range(3)]
+    assert cause_of(failures, tuple(busy)) == (5, "rank 0, stage 0, node n", "rank.stuck")
+    for beats in ((), tuple(busy[1:]), tuple(map(beat, range(3)))):
+        assert cause_of(failures, beats) == (5, "rank 1, node n", "rank.lost")
+
+
+@pytest.mark.parametrize(
+    ("other", "is_waiting", "expected"),
+    [(-15, True, ("lost", "rank.killed")), (-15, False, ("failed", "rank.killed")), (-6, False, ("lost", "rank.lost"))],
+)
+def test_agent_whose_ranks_aborted_while_they_waited_lets_that_of_another_node_report(
+    tmp_path: Path, other: int, is_waiting: bool, expected: tuple[str, str]
+) -> None:
+    failures = {1: failure(tmp_path, -6), 2: failure(tmp_path, other)}
+    cause = find_cause(failures, (beat(0), beat(1, is_waiting=is_waiting), beat(2)), str)
+    assert cause is not None
+    assert (cause.kind, cause.error_code) == expected
+
+
 def test_rank_that_ended_with_a_code_of_no_rank_and_no_report_is_the_cause(tmp_path: Path) -> None:
     """glibc exits with 127 where a thread gets no memory."""
     failures = {0: failure(tmp_path, -15), 1: failure(tmp_path, 127), 2: failure(tmp_path, 5, LOST)}
