@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
+from operator import not_
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from manifests.command.sizes import show_bytes
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
 from manifests.optimizer_state import kinds_of
 from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.schema import WEIGHTS, Holds, StateKind, TieGroup
-from runner.distributed.fail_together import from_all_ranks
+from runner.distributed.fail_together import ExhaustedError, errors_of_rank, from_all_ranks
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.tensors.dtensor import whole_of
 from runner.tensors.local_shard import Piece, empty_like, join_pieces
@@ -23,6 +27,13 @@ from runner.training.optimizer import Optimizer
 from runner.training.ties import Tie
 
 _CPU = torch.device("cpu")
+_SLAB_NBYTES, _ALIGNMENT = 1 << 30, 64
+_LEAST_PINNED_NBYTES = 4 << 20  # smaller memory is of malloc, and CUDA locks a page once
+_PORTABLE = 1  # cudaHostRegisterPortable
+_HINT = (
+    "copies of the state of all ranks on a node must fit into its memory, for --publish two copies of their weights; "
+    "--checkpoint-sync needs none"
+)
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
 Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
 _Key = tuple[int, Holds]  # of a stage and a kind
@@ -102,18 +113,41 @@ class HostCopy:
 
     It is pinned memory where the tensors are on a GPU, and touched beforehand where they are not, so that
     filling it takes no longer than copying. `dtype_of` are the dtypes of the copies.
+
+    # Note [Slabs]
+    torch rounds each request for pinned memory up to a power of two: 272 MB of a matrix are 537 MB. So copies are parts
+    of slabs, each of them pages of its own, which CUDA locks as they are.
     """
 
-    def __init__(self, state: Held, dtype_of: Callable[[Piece], torch.dtype] | None = None) -> None:
+    def __init__(
+        self, state: Held, dtype_of: Callable[[Piece], torch.dtype] = lambda piece: piece.memory.dtype
+    ) -> None:
+        pieces = [piece for kinds in state.values() for of_kind in kinds.values() for piece in of_kind]
+        like = [torch.empty(piece.memory.shape, dtype=dtype_of(piece), device="meta") for piece in pieces]
+        are_on_gpu = [piece.memory.is_cuda for piece in pieces]
+        pinned = self._allocate(compress(like, are_on_gpu), is_pinned=True)
+        plain = self._allocate(compress(like, map(not_, are_on_gpu)), is_pinned=False)
         self._copies: Held = {
             stage: {
-                kind: tuple(
-                    replace(piece, memory=_empty_like(piece.memory, dtype_of and dtype_of(piece))) for piece in pieces
-                )
-                for kind, pieces in kinds.items()
+                kind: tuple(replace(piece, memory=next(pinned if piece.memory.is_cuda else plain)) for piece in of_kind)
+                for kind, of_kind in kinds.items()
             }
             for stage, kinds in state.items()
         }
+
+    def _allocate(self, tensors: Iterable[torch.Tensor], *, is_pinned: bool) -> Iterator[torch.Tensor]:
+        """Yield host memory like these tensors; see Note [Slabs]."""
+        for run in split_by_size(tensors, _aligned_nbytes, _SLAB_NBYTES):
+            sizes = [*map(_aligned_nbytes, run)]
+            nbytes = max(sum(sizes), _LEAST_PINNED_NBYTES if is_pinned else 0)
+            slab = empty_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"), _CPU)
+            if is_pinned:
+                _pin(slab)
+                weakref.finalize(self, _unpin, slab).atexit = False
+            else:
+                slab.zero_()
+            for tensor, part in zip(run, torch.split(slab[: sum(sizes)], sizes), strict=True):
+                yield part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def fill(self, state: Held) -> Held:
         """Copy everything, and return the copies; the next call overwrites them."""
@@ -210,11 +244,20 @@ def _weights(
     return weights
 
 
-def _empty_like(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    dtype = dtype or tensor.dtype
-    if tensor.is_cuda:
-        return torch.empty(tensor.shape, dtype=dtype, pin_memory=True)
-    return empty_like(torch.empty(tensor.shape, dtype=dtype, device="meta"), _CPU).zero_()
+def _pin(memory: torch.Tensor) -> None:
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
+    if status:
+        problem = f"out of memory: failed to lock {show_bytes(memory.nbytes)} of host memory, CUDA error {status}"
+        with errors_of_rank(dist.get_rank()):
+            raise ExhaustedError("", problem, _HINT, code="system.out-of-memory")
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+
+
+def _aligned_nbytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _size_of(piece: Piece) -> int:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -12,13 +17,15 @@ from manifests.errors import InputError
 from manifests.placement import Placement
 from manifests.schema import MOMENTS, WEIGHTS, RandomState
 from runner.bundle.packed import open_packed
+from runner.checkpoint import state as state_module
 from runner.checkpoint.async_save import Saver
 from runner.checkpoint.save import SaveContext
 from runner.checkpoint.state import Held, HostCopy, held_state, held_weights, whole_weights
 from runner.config.schema import CheckpointOptions, OptimOptions
+from runner.distributed.fail_together import OneRankError
 from runner.models import family_for
 from runner.pipeline.chunk import build_chunks, materialize, named_hf_parameters
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, whole_pieces
 from runner.training.optimizer import Optimizer
 from runner.training.rng import restore_rng, rng_state, seed_rng
 from runner.training.ties import build_ties, lead_parameters
@@ -91,6 +98,69 @@ def test_copy_keeps_what_was_held_when_training_goes_on(folder: Path) -> None:
     assert {stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in kept.items()} == {
         stage: {k: list(tensors) for k, tensors in kinds.items()} for stage, kinds in state.items()
     }
+
+
+class Cudart:
+    """What locks memory for a GPU, and how many bytes at which address."""
+
+    def __init__(self, status: int = 0) -> None:
+        self.status, self.pinned = status, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned[address] = nbytes
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.pinned[address]
+        return 0
+
+
+def on_gpu(shapes: Sequence[tuple[int, ...]]) -> Held:
+    """Return what is known of a state on a GPU, of float32, before it is copied."""
+    memory = [cast(torch.Tensor, SimpleNamespace(shape=shape, dtype=torch.float32, is_cuda=True)) for shape in shapes]
+    pieces = tuple(Piece(fqn=str(n), shape=(), offset=(), memory=each) for n, each in enumerate(memory))
+    return {0: {"weights": pieces, "exp_avg": pieces}}
+
+
+def test_copy_of_a_state_on_a_gpu_pins_no_more_than_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of Qwen2.5-7B, an eighth of each side: torch would round each up to a power of two."""
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(state_module, "_SLAB_NBYTES", 1 << 24)
+    shapes = [(19008, 448), *[(2368, 448)] * 5, (448,), (1,), ()]
+    copy, nbytes = HostCopy(on_gpu(shapes)), 2 * 4 * sum(map(prod, shapes))
+    assert nbytes <= sum(cudart.pinned.values()) <= 1.01 * nbytes
+    copies = [piece.memory for kinds in copy._copies.values() for pieces in kinds.values() for piece in pieces]
+    assert [tuple(memory.shape) for memory in copies] == shapes * 2
+    places = sorted((memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in copies)
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(places))
+    slabs = [(address, address + size) for address, size in cudart.pinned.items()]
+    assert all(any(first <= begin and end <= last for first, last in slabs) for begin, end in places)
+    del copy
+    assert not cudart.pinned  # pages that are given back while they are locked could not be locked again
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_host_memory_that_cannot_be_pinned_ends_the_rank_as_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Cudart(status=2))
+    with pytest.raises(OneRankError) as refused:
+        HostCopy(on_gpu([(3,)]))
+    assert (refused.value.code, refused.value.exit_code) == ("system.out-of-memory", 5)
+
+
+def test_copies_of_tensors_of_any_size_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "_SLAB_NBYTES", 256)
+    tensors = {
+        "a": torch.arange(3, dtype=torch.bfloat16),
+        "b": torch.tensor(7.0),
+        "c": torch.empty(0),
+        "d": torch.arange(5),
+        "e": torch.arange(99.0).view(3, 33).t(),
+        "f": torch.full((2,), 9, dtype=torch.int32),
+    }
+    held: Held = {0: {"weights": whole_pieces(tensors)}}
+    copies = named(HostCopy(held).fill(held))[0]["weights"]
+    assert all(copies[fqn].equal(tensor) and copies[fqn].dtype == tensor.dtype for fqn, tensor in tensors.items())
 
 
 @pytest.mark.usefixtures("one_rank")
