@@ -167,3 +167,11 @@ def wait_for_numbers(tensor: torch.Tensor) -> Any:
     Heartbeats know a rank that waits by this function.
     """
     return tensor.tolist()
+
+
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let the ranks of a group connect, all of which call this.
+
+    The first collective of a group would do so. With NCCL that takes memory of the GPU, and none of what torch keeps.
+    """
+    dist.all_reduce(torch.zeros(1, device=exchange_device(device, group)), group=group)

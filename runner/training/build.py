@@ -8,15 +8,17 @@ from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
-from runner.config.parallel_dims import is_sharded
+from runner.config.parallel_dims import REPLICATE, is_sharded
 from runner.config.schema import BatchOptions, ComputeOptions
 from runner.config.trained import Trains
 from runner.distributed.fail_together import from_rank_0, raise_on_all_ranks
+from runner.distributed.world import connect
 from runner.models.family import Family, OnTransformers
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, keep_documents, parallelize, share_matrices
@@ -34,7 +36,7 @@ from runner.training.gradient_norm import StepTotals
 from runner.training.mixed_precision import keep_as_stored, keep_masters
 from runner.training.optimizer import Optimizer
 from runner.training.step import Engine
-from runner.training.ties import build_ties, follow_leaders, lead_parameters
+from runner.training.ties import Tie, build_ties, follow_leaders, lead_parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +116,7 @@ def build_engine(
     ties = build_ties(groups, chunks, placement, timedelta(seconds=options.timeout_s), mesh.pipelines)
     parameters = lead_parameters(chunks, ties)
     follow_leaders(ties)  # what is borrowed was not loaded
+    _connect(mesh, ties, chunks[0].device)
     with raise_on_all_ranks("compute"):
         apply_compute_options(chunks, placement.num_stages, compute)
     reduce_dtype, dtype = FLAG_DTYPES[compute.reduce_dtype], FLAG_DTYPES[compute.master_dtype]
@@ -139,6 +142,15 @@ def build_engine(
         clock=clock,
         balance=balance,
     )
+
+
+def _connect(mesh: Mesh, ties: Sequence[Tie], device: torch.device) -> None:
+    """Connect the groups that a step uses first when its schedule has ended: then torch keeps all memory of the GPU."""
+    meshes = (mesh.device_mesh, mesh.sparse_mesh) if mesh.degrees.replicate > 1 else ()
+    replicas = (part.get_group(REPLICATE) for part in meshes if part is not None)
+    pipeline = mesh.pipeline or dist.group.WORLD
+    for group in filter(None, (mesh.stage, pipeline, *replicas, *(tie.group for tie in ties))):
+        connect(group, device)
 
 
 def ties_of(family: Family, stages: Stages) -> tuple[TieGroup, ...]:

@@ -25,6 +25,7 @@ from manifests.optimizer_state import shape_of
 from manifests.schema import StateKind
 from manifests.slices import Slice
 from runner.distributed.fail_together import from_all_ranks
+from runner.distributed.world import connect
 from runner.pipeline.chunk import StageChunk, pieces_of
 from runner.tensors.local_shard import Piece
 from runner.training.algorithms import Algorithm, prepare_state, set_num_steps
@@ -89,6 +90,8 @@ class WholeMatrices:
             if id(parameter) in numbers
         ]
         self._device = chunks[0].device if chunks else torch.device("cpu")
+        if group is not None:
+            connect(group, self._device)
         self._weights = self._memory(master_of)
         self.units = {unit.key: unit for unit in self._share()}
         trained = [unit for unit in self.units.values() if unit.is_trained]
