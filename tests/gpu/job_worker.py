@@ -2,7 +2,7 @@
 
 usage: job_worker.py JOBS cpu|cuda
 
-JOBS is a JSON list of `tests.gpu.jobs.Job`. All ranks share the first GPU.
+JOBS is a JSON list of `tests.gpu.jobs.Job`. All ranks share the first GPU, unless there is one for each.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def nbytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def main(jobs: Path, kind: str) -> None:
     world = World.from_environment(os.environ)
-    device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
-    if world.size > 1:
+    shares_device = world.size > 1 and (kind == "cpu" or torch.cuda.device_count() < world.size)
+    device = torch.device("cuda", 0 if shares_device else world.local_rank) if kind == "cuda" else torch.device("cpu")
+    if shares_device:
         exchange_through_host()
-    join_world(device, timeout_s=120, shares_gpu=world.size > 1)
+    join_world(device, timeout_s=120, shares_gpu=shares_device)
     for job in json.loads(jobs.read_text()):
         torch.save(run_job(job, world, device), f"{job['out']}-{world.rank}.pt")
     dist.barrier()

@@ -1,7 +1,6 @@
 """Training jobs of small models on a device: what ranks run, by how many, and what came of each.
 
-The same jobs run on a GPU and, as their twins, on the CPU. Ranks share the device: two or more use gloo, one on a GPU
-uses NCCL.
+The same jobs run on a GPU and, as their twins, on the CPU. Ranks that share a GPU use gloo, others NCCL.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.builders import pack as pack_as
 from tests.builders import run
 from tests.fast.runner.tiny import save_model
 from tests.gpu.jobs import pack
@@ -79,3 +80,31 @@ def test_ranks_of_a_proof_leave_gpus_alone(tmp_path: Path) -> None:
     save_model(tmp_path / "llama", num_hidden_layers=4)
     ended = runner("prove", pack(tmp_path / "llama", 2), "--", *TRAINING)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one GPU: NCCL refuses ranks that share it")
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [
+        ("pp=2", ("--schedule", "1F1B")),  # with the tied weight on both ranks
+        ("pp=2,vpp=2,style=v", ("--schedule", "ZBVZeroBubble")),
+        ("pp=1", ("--dp-shard", "2")),
+    ],
+)
+def test_ranks_that_have_gpus_of_their_own_train_as_one_does(
+    layout: str, flags: tuple[str, ...], tmp_path: Path
+) -> None:
+    """They exchange tensors over NCCL, save while they train, and gather what they have trained."""
+    save_model(tmp_path / "llama", num_hidden_layers=4, tie_word_embeddings=True)
+
+    def train(num_ranks: int, layout: str, *flags: str) -> dict[int, float]:
+        place = tmp_path / str(num_ranks)
+        place.mkdir()
+        saving = ("--checkpoint", place / "saves", "--checkpoint-every", 2, "--save", place / "trained")
+        flags = (*TRAINING[:-1], "fp32", "--steps", "4", "--no-self-check", *flags)
+        packed, log = pack_as(tmp_path / "llama", place / "packed", layout), ("--log-dir", place / "log")
+        ended = runner("launch", packed, "--nproc-per-node", num_ranks, "--", *flags, *saving, *log)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return losses(place / "log")
+
+    assert train(2, layout, *flags) == pytest.approx(train(1, "pp=1"), rel=1e-4)

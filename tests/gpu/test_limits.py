@@ -1,4 +1,4 @@
-"""Out of memory ends with its sentence; AdamW on a device steps as torch's plain one does."""
+"""Out of memory ends with its sentence; copies are in pinned memory; AdamW on a device steps as torch's plain one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import OptimOptions
+from runner.tensors.local_shard import whole_pieces
 from runner.training.mixed_precision import keep_masters, master_of
 from runner.training.optimizer import Optimizer
 from tests.fast.runner.tiny import save_model
@@ -69,3 +71,14 @@ def test_adamw_is_fused_on_a_gpu_and_steps_as_the_plain_one(device: str, dtype: 
     for weight, other in zip(weights, plain, strict=True):
         assert torch.allclose(master_of(weight), other, rtol=1e-5, atol=1e-7)
         assert torch.equal(weight, master_of(weight).to(dtype))
+
+
+def test_copies_of_a_state_are_in_pinned_memory_and_equal(device: str) -> None:
+    tensors = {"a": torch.arange(3 << 20, device=device), "b": torch.full((3,), 0.5, device=device)}
+    held: Held = {0: {"weights": whole_pieces(tensors)}}
+    for _ in range(2):  # pages that were given back can be locked again
+        copy = HostCopy(held)
+        for piece in copy.fill(held)[0]["weights"]:
+            assert piece.memory.equal(tensors[piece.fqn].cpu())
+            assert piece.memory.is_pinned() == (device == "cuda")
+        del copy, piece
