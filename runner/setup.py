@@ -135,7 +135,8 @@ class Ready:
         return self._gather(0 if is_writer else None, 1), replace(self.save_context, num_writers=1)
 
     def _gather(self, writer: int | None, num_writers: int) -> Held:
-        return whole_weights(self.chunks, self.launched.manifest.ties, writer=writer, num_writers=num_writers)
+        ties = self.launched.manifest.ties
+        return whole_weights(self.chunks, ties, writer=writer, num_writers=num_writers, sharing=self.mesh.stage)
 
 
 def begin(

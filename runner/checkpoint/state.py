@@ -7,20 +7,24 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from math import prod
 from operator import not_
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from manifests.command.sizes import show_bytes
 from manifests.index import MAX_SHARD_NBYTES, is_indexed, replicas_elsewhere, split_by_size
 from manifests.optimizer_state import kinds_of
 from manifests.paths import replicas_path, root_shard_path, shard_path
 from manifests.schema import WEIGHTS, Holds, StateKind, TieGroup
+from manifests.slices import Slice
 from runner.distributed.fail_together import ExhaustedError, errors_of_rank, from_all_ranks
-from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
-from runner.tensors.dtensor import whole_of
+from runner.distributed.world import exchange_device
+from runner.pipeline.chunk import StageChunk, hf_constants
+from runner.tensors.dtensor import local_of, local_regions, whole_of
 from runner.tensors.local_shard import Piece, empty_like, join_pieces
 from runner.training.mixed_precision import master_of
 from runner.training.optimizer import Optimizer
@@ -29,6 +33,7 @@ from runner.training.ties import Tie
 _CPU = torch.device("cpu")
 _SLAB_NBYTES, _ALIGNMENT = 1 << 30, 64
 _LEAST_PINNED_NBYTES = 4 << 20  # smaller memory is of malloc, and CUDA locks a page once
+_GATHERED_NBYTES, _SLICE_NBYTES = 1 << 30, 256 << 20  # see Note [Large parameters]
 _PORTABLE = 1  # cudaHostRegisterPortable
 _HINT = (
     "copies of the state of all ranks on a node must fit into its memory, for --publish two copies of their weights; "
@@ -36,6 +41,7 @@ _HINT = (
 )
 # By stage, then by kind; of one kind, a piece for each Hugging Face FQN.
 Held = Mapping[int, Mapping[Holds, tuple[Piece, ...]]]
+_Region = tuple[torch.Tensor, tuple[int, ...]]  # of a tensor, and its offset
 _Key = tuple[int, Holds]  # of a stage and a kind
 _Chosen = Callable[[torch.Tensor], bool]
 Divide = Callable[[int, Holds, Sequence[Piece]], list[list[Piece]]]  # the pieces of a stage and a kind, into shards
@@ -52,21 +58,26 @@ def held_weights(
 
     `is_written_here` chooses one of the ranks that have the same part of a parameter.
     """
-    return _weights(
-        chunks,
-        groups,
-        lambda weight: master_of(weight) if is_written_here(weight) else None,
-        constants=is_written_here,
-    )
+
+    def regions(weight: nn.Parameter) -> Iterable[_Region]:
+        is_here = is_written_here(weight) and local_of(master_of(weight)).numel()
+        return local_regions(master_of(weight)) if is_here else ()
+
+    return _weights(chunks, groups, regions, constants=is_written_here)
 
 
 def whole_weights(
-    chunks: Sequence[StageChunk], groups: Iterable[TieGroup], *, writer: int | None, num_writers: int = 1
+    chunks: Sequence[StageChunk],
+    groups: Iterable[TieGroup],
+    *,
+    writer: int | None,
+    num_writers: int = 1,
+    sharing: dist.ProcessGroup | None = None,
 ) -> Held:
     """Return whole weights of a rank's stages, gathered from the ranks that share them, in host memory.
 
-    Every one of these ranks calls this, and gets a part of the tensors of about equal bytes if it is a `writer`: a
-    number below `num_writers`. The others get none. As `held_weights` otherwise.
+    Every one of these ranks, the group `sharing`, calls this, and gets a part of the tensors of about equal bytes if it
+    is a `writer`: a number below `num_writers`. The others get none. As `held_weights` otherwise.
     """
     nbytes, writers = [0] * num_writers, dict[str, int]()
 
@@ -80,7 +91,10 @@ def whole_weights(
             memory = memory.clone()  # a view would keep what others write
         return replace(piece, memory=memory)
 
-    return _weights(chunks, groups, lambda weight: whole_of(master_of(weight)), constants=lambda _: True, choose=choose)
+    def regions(weight: nn.Parameter) -> Iterable[_Region]:
+        return _regions_of_whole(master_of(weight), sharing)
+
+    return _weights(chunks, groups, regions, constants=lambda _: True, choose=choose)
 
 
 def held_state(
@@ -228,20 +242,56 @@ def _left_out(groups: Iterable[TieGroup]) -> frozenset[str]:
 def _weights(
     chunks: Sequence[StageChunk],
     groups: Iterable[TieGroup],
-    of: Callable[[nn.Parameter], torch.Tensor | None],
+    regions: Callable[[nn.Parameter], Iterable[_Region]],
     *,
     constants: _Chosen,
     choose: Callable[[Piece], Piece | None] = lambda piece: piece,
 ) -> Held:
-    """Return the weights that `of` returns, and chosen constants; of a run that trains adapters, these alone."""
+    """Return the weights in `regions`, and chosen constants; of a run that trains adapters, these alone."""
     left_out, weights = _left_out(groups), dict[int, dict[Holds, tuple[Piece, ...]]]()
     for chunk in chunks:
         base = chunk.frozen_ids() if chunk.has_adapters else set[int]()
-        pieces = hf_pieces(chunk, lambda weight, base=base: None if id(weight) in base else of(weight))  # type: ignore[misc]
-        trained = (choose(piece) for piece in pieces if piece.fqn not in left_out)
+        trained = (
+            choose(piece)
+            for name, parameter in chunk.body.named_parameters()
+            if id(parameter) not in base
+            for memory, offset in regions(parameter)
+            for piece in chunk.family.pieces(name, memory.detach(), offset)
+            if piece.fqn not in left_out
+        )
         besides = (choose(piece) for piece in hf_constants(chunk) if not chunk.has_adapters and constants(piece.memory))
         weights[chunk.stage] = {WEIGHTS: (*join_pieces(filter(None, trained)), *filter(None, besides))}
     return weights
+
+
+def _regions_of_whole(tensor: torch.Tensor, sharing: dist.ProcessGroup | None) -> Iterator[_Region]:
+    """Yield all regions of a tensor on each of the ranks that share it, all of which call this.
+
+    # Note [Large parameters]
+    All experts of a layer are one parameter, 30 GB in float32: what is larger than a GiB goes to all ranks in slices,
+    so that no GPU has more than one of them beside what it trains.
+    """
+    nbytes = tensor.numel() * tensor.element_size()
+    if not isinstance(tensor, DTensor) or nbytes <= _GATHERED_NBYTES:
+        yield whole_of(tensor), (0,) * tensor.dim()
+        return
+    here = local_regions(tensor) if local_of(tensor).numel() else ()
+    whole_shape, device = tuple(tensor.shape), exchange_device(tensor.device, sharing)
+    mine = [Slice(offset=offset, shape=tuple(memory.shape), whole_shape=whole_shape) for memory, offset in here]
+    sent = set[Slice]()
+    for rank, parts in enumerate(from_all_ranks(mine, sharing)):
+        for number, part in enumerate(parts):
+            if part in sent:
+                continue
+            sent.add(part)
+            count, *widths = part.shape
+            most = max(1, _SLICE_NBYTES // (prod(widths) * tensor.element_size()))
+            for row in range(0, count, most):
+                rows = torch.empty((min(most, count - row), *widths), dtype=tensor.dtype, device=device)
+                if rank == dist.get_rank(sharing):
+                    rows.copy_(here[number][0].detach()[row : row + most])
+                dist.broadcast(rows, group=sharing, group_src=rank)
+                yield rows, (part.offset[0] + row, *part.offset[1:])
 
 
 def _pin(memory: torch.Tensor) -> None:
