@@ -22,7 +22,7 @@ from manifests.safetensors import DTYPE_BITS, MAX_DIM, MAX_RANK
 from manifests.slices import Slice
 from reshard.archives.names import METADATA_NAME
 from reshard.archives.pickled import BadPickleError, Record, read_pickle
-from reshard.archives.tensors import VALUES, ArchiveDtype, read_tensor, read_value
+from reshard.archives.tensors import VALUES, ArchiveDtype, read_object, read_tensor, read_value
 from reshard.archives.zipped import Archive, ZipEntry, archives_in
 from reshard.tensors.checksums import with_records
 from stores.base import Folder, InputFile, Range, is_hidden, merge_ranges, read_range, read_whole
@@ -184,6 +184,12 @@ def read_values(folder: Folder, values: Iterable[DcpValue]) -> list[object]:
             by_bytes[raw] = read_value(file, (value.begin, value.begin + value.nbytes))
         read.append(by_bytes[raw])
     return read
+
+
+def read_entry_object(folder: Folder, value: DcpValue) -> object:
+    """Return what torch.save wrote of an entry; objects of other classes are their fields."""
+    part = (value.begin, value.begin + value.nbytes)
+    return read_object(_file_of(folder, value, value.name), value.name, part)
 
 
 def _file_of(folder: Folder, item: Chunk | DcpValue, name: str) -> InputFile:

@@ -154,8 +154,8 @@ def read_value(file: InputFile, part: Range) -> object:
     return _read(with_records(file), part, checked)
 
 
-def read_object(file: InputFile, name: str) -> object:
-    """Return what torch.save wrote: a tensor, a dict of tensors and other values, or a value.
+def read_object(file: InputFile, name: str, part: Range | None = None) -> object:
+    """Return what torch.save wrote to a file or a part of it: a tensor, a dict of tensors and other values, or a value.
 
     Tensors at the top, under `name`, or in a dict there are where their bytes are. Objects of other classes are their
     fields.
@@ -171,7 +171,7 @@ def read_object(file: InputFile, name: str) -> object:
         return {**value, **{key: _tensor(recorded, str(key), view, entries) for key, view in views.items()}}
 
     recorded = with_records(file)
-    return _read(recorded, (0, file.nbytes), find, Record)
+    return _read(recorded, part or (0, file.nbytes), find, Record)
 
 
 def _read(

@@ -1,4 +1,4 @@
-"""The arguments that Megatron-LM saves in `common.pt`, and the config.json of the same model.
+"""The arguments that Megatron-LM saves beside the weights, and the config.json of the same model.
 
 `arguments_of` says what a config is in Megatron's words. An export writes it, and a checkpoint's arguments must agree:
 some of them change what weights mean, and leave no trace in their shapes.
@@ -19,7 +19,7 @@ from typing import Any
 from manifests.errors import ModelError, SourceError
 from manifests.models import ConfigReader
 from manifests.models.config import MAX_LAYERS
-from reshard.formats.megatron.names import COMMON_NAME, megatron_names
+from reshard.formats.megatron.names import megatron_names
 
 # A checkpoint that lacks one of these is refused: nothing else says it. The rest are of newer releases or other models.
 _REQUIRED = (
@@ -41,10 +41,15 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 
 
-def check_arguments(arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, where: str) -> None:
-    """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding."""
+def check_arguments(
+    arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, common: str, where: str
+) -> None:
+    """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding.
+
+    `common` is the place of the arguments, and `where` that of the config.
+    """
     expected = arguments_of(config, where)
-    place = f"{where}/{COMMON_NAME}: args"
+    place = f"{common}: args"
     for name in _REQUIRED:
         if name not in arguments:
             raise _other_model(f"{place}.{name}", "no such argument")
@@ -85,15 +90,15 @@ def arguments_of(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return arguments | _experts(read) | (deepseek_arguments(read) if kind == "deepseek_v3" else _rotary(read))
 
 
-def config_of(arguments: Mapping[str, Any], dtype: str, where: str) -> dict[str, Any]:
-    """Return the config of the model that arguments describe; `dtype` is that of its weights."""
+def config_of(arguments: Mapping[str, Any], dtype: str, common: str) -> dict[str, Any]:
+    """Return the config of the model that arguments, of the place `common`, describe; `dtype` is of its weights."""
     try:
         config = _config_of(arguments)
         json.dumps(config, allow_nan=False)  # arguments may be of any type
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         problem = f"expected arguments that describe a model: {type(error).__name__} {error}"[:200]
         hint = "copy the config.json of the Hugging Face model into the folder"
-        raise SourceError(f"{where}/{COMMON_NAME}: args", problem, hint, code="source.megatron-arguments") from error
+        raise SourceError(f"{common}: args", problem, hint, code="source.megatron-arguments") from error
     kind = config["model_type"]
     return {"architectures": [_ARCHITECTURES[kind]], **config, "dtype": _DTYPES.get(dtype, "float32")}
 

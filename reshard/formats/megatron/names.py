@@ -16,10 +16,20 @@ from stores.base import Folder, read_range
 from stores.open import open_below
 
 COMMON_NAME = "common.pt"
+COMMON_ENTRY = "common_state/shard_0_1"  # in its place since megatron-core 0.19: an object, in a .distcp file
 MARK = {  # what the file that Megatron-Core writes last says
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """What a checkpoint has beside tensors, and where: the file of `COMMON_NAME`, or `COMMON_ENTRY`."""
+
+    values: Mapping[object, object]
+    place: str
+
 
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 QKV = "self_attention.linear_qkv.weight"

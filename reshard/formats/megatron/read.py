@@ -13,14 +13,14 @@ from manifests.jsontext import parse_json_object
 from manifests.models import model_shape
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import MOMENTS, Holds
-from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_metadata
+from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_entry_object, read_metadata
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.archives.tensors import read_object
 from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_model_config
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
-from reshard.formats.megatron.names import COMMON_NAME, EMBEDDING, MARK
+from reshard.formats.megatron.names import COMMON_ENTRY, COMMON_NAME, EMBEDDING, MARK, Common
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
@@ -34,7 +34,7 @@ _VERSION = 3.0  # of the order of rows of query_key_value
 _ITERATION = re.compile(r"iter_(\d{1,12})")
 _ALIASES = {"norm_epsilon": "layernorm_epsilon", "num_experts": "num_moe_experts"}  # in other releases
 
-_READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of common.pt
+_READ = ("args", "checkpoint_version", "content_metadata", "iteration", OPTIMIZER)  # of what is beside tensors
 Tensors = dict[str, TensorAt]
 _EXTRA_STATE = re.compile(r"_extra_state(/|$)")  # of Transformer Engine: no weight
 
@@ -49,7 +49,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         problem = "is for Hugging Face folders; Megatron's arguments describe the model"
         raise UsageError(Parameter("model"), problem, "leave it out", code="options.model-of-manifest")
     saved = read_metadata(folder)
-    common, where = read_common(folder), str(folder)
+    common, where = read_common(folder, saved), str(folder)
     optimizer = None if OPTIMIZER in options.drop else find_optimizer(common, saved.tensors, where)
     config, weights = _read_weights(folder, saved, common)
     model, moments, trained = ModelTensors.cover(weights, config, options, where), dict[Holds, Tensors](), None
@@ -60,7 +60,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         }
         moments = {kind: state[kind] for kind in MOMENTS}
         dtype = next(model.weights[fqn].dtype for fqn in moments[MOMENTS[0]])
-        trained = training_state(common, arguments_in(common, where), moments[MOMENTS[0]], dtype, where)
+        trained = training_state(common, arguments_in(common), moments[MOMENTS[0]], dtype)
         model = replace(model, weights={**model.weights, **state[MASTERS]})
     files = folder.names()
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
@@ -74,17 +74,18 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
 
 def read_weights(folder: Folder) -> dict[str, TensorAt]:
     """Return a checkpoint's weights, whole, and under Hugging Face's names."""
-    return _read_weights(folder, read_metadata(folder), read_common(folder))[1]
+    saved = read_metadata(folder)
+    return _read_weights(folder, saved, read_common(folder, saved))[1]
 
 
 def list_tensors(folder: Folder) -> Listing:
     return replace(list_dcp_tensors(folder), format="megatron", title="Megatron-Core's torch_dist")
 
 
-def _read_weights(folder: Folder, saved: DcpMetadata, common: Mapping[object, object]) -> tuple[ModelConfig, Tensors]:
+def _read_weights(folder: Folder, saved: DcpMetadata, common: Common) -> tuple[ModelConfig, Tensors]:
     _check_mark(folder)
     where = str(folder)
-    arguments = arguments_in(common, where)
+    arguments = arguments_in(common)
     weights = {tensor.name: tensor for tensor in saved.tensors if is_megatron_weight(tensor.name)}
     if not has_megatron_names(weights):
         hint = "checkpoints of GPT models are supported; convert another with Megatron-Bridge"
@@ -95,12 +96,13 @@ def _read_weights(folder: Folder, saved: DcpMetadata, common: Mapping[object, ob
     if CONFIG_NAME in folder.names():
         config_file = folder.file(CONFIG_NAME)
     else:
-        text = json.dumps(config_of(arguments, embedding.dtype, where), indent=2) + "\n"
+        text = json.dumps(config_of(arguments, embedding.dtype, common.place), indent=2) + "\n"
         config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
     config = read_model_config(config_file)
     if config.shape is None:  # which refuses it: its sizes are known from names that this format does not have
         model_shape(config.fields, str(config_file))
-    check_arguments(arguments, config.fields, embedding.chunks[0].region.whole_shape[0], where)
+    num_rows = embedding.chunks[0].region.whole_shape[0]
+    check_arguments(arguments, config.fields, num_rows, common.place, where)
     return config, _weights(folder, weights, config.fields)
 
 
@@ -121,42 +123,47 @@ def _check_mark(folder: Folder) -> None:
             raise SourceError(f"{file}: {name}", problem, hint, code="source.megatron-format")
 
 
-def _left_out(saved: DcpMetadata, common: Mapping[object, object], *, is_trained: bool) -> tuple[str, ...]:
+def _left_out(saved: DcpMetadata, common: Common, *, is_trained: bool) -> tuple[str, ...]:
     """Return what is not packed, by its first name."""
-    names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)] + list(saved.values)
-    unread = {str(name) for name, value in common.items() if name not in _READ and value not in (None, 0, {})}
+    names = [tensor.name for tensor in saved.tensors if not is_megatron_weight(tensor.name)]
+    names += saved.values.keys() - {COMMON_ENTRY}
+    unread = {str(name) for name, value in common.values.items() if name not in _READ and value not in (None, 0, {})}
     prefixes = {"_extra_state" if _EXTRA_STATE.search(name) else re.split("[./]", name)[0] for name in names}
     return tuple(sorted((prefixes - {OPTIMIZER}) | unread if is_trained else prefixes))
 
 
-def read_common(folder: Folder) -> Mapping[object, object]:
-    """Return what a checkpoint's `common.pt` has.
+def read_common(folder: Folder, saved: DcpMetadata) -> Common:
+    """Return what a checkpoint has beside tensors: in `common.pt`, if there is one, as Megatron-Core reads it.
 
     `content_metadata` says how ranks sharded, which names and chunks say too, and how state was gathered.
     """
-    if COMMON_NAME not in folder.names():
-        raise _no_arguments(f"{folder}/{COMMON_NAME}", "no such file")
-    common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
+    place, entry = f"{folder}/{COMMON_NAME}", saved.values.get(COMMON_ENTRY)
+    if COMMON_NAME in folder.names():
+        common = read_object(folder.file(COMMON_NAME), COMMON_NAME)
+    elif entry is not None:
+        place, objects = f"{folder}/{entry.path}: {COMMON_ENTRY}", read_entry_object(folder, entry)
+        common = objects[0] if isinstance(objects, list) and len(objects) == 1 else objects
+    else:
+        raise _no_arguments(place, f"no such file, and no {COMMON_ENTRY!r} in {METADATA_NAME}")
     if not isinstance(common, dict):
-        raise _no_arguments(f"{folder}/{COMMON_NAME}", f"found a {type(common).__name__}")
+        raise _no_arguments(place, f"found a {type(common).__name__}")
     if (version := common.get("checkpoint_version", _VERSION)) != _VERSION:
         problem = f"expected {_VERSION}, found {str(version)[:80]}: rows of query_key_value may have another order"
         hint = "load it in Megatron-LM and save it again"
-        place = f"{folder}/{COMMON_NAME}: checkpoint_version"
-        raise SourceError(place, problem, hint, code="source.megatron-format")
+        raise SourceError(f"{place}: checkpoint_version", problem, hint, code="source.megatron-format")
     name = folder.location.rstrip("/").rpartition("/")[2]
     if (match := _ITERATION.fullmatch(name)) and common.get("iteration", int(match[1])) != int(match[1]):
         problem = f"expected {int(match[1])} ({name}), found {str(common['iteration'])[:80]}"
         hint = "the folder was renamed or copied: rename it back, or name the folder of the iteration that you want"
-        raise SourceError(f"{folder}/{COMMON_NAME}: iteration", problem, hint, code="source.other-iteration")
-    return common
+        raise SourceError(f"{place}: iteration", problem, hint, code="source.other-iteration")
+    return Common(common, place)
 
 
-def arguments_in(common: Mapping[object, object], where: str) -> dict[str, Any]:
-    """Return the arguments that a `common.pt` has, by name."""
-    fields = getattr(common.get("args"), "fields", None)
+def arguments_in(common: Common) -> dict[str, Any]:
+    """Return the arguments of Megatron-LM, by name."""
+    fields = getattr(common.values.get("args"), "fields", None)
     if not isinstance(fields, dict) or not fields:
-        raise _no_arguments(f"{where}/{COMMON_NAME}", "found no 'args'")
+        raise _no_arguments(common.place, "found no 'args'")
     arguments = {name: value for name, value in fields.items() if isinstance(name, str)}
     for name, alias in _ALIASES.items():
         if name not in arguments and alias in arguments:

@@ -31,7 +31,7 @@ from reshard.formats.assemble import (
     read_number,
     without_optimizer,
 )
-from reshard.formats.megatron.names import COMMON_NAME
+from reshard.formats.megatron.names import Common
 from stores.bundles import TensorAt
 
 MASTERS = "param"  # weights in float32, beside those that the model computes with
@@ -46,9 +46,7 @@ def _resave() -> str:
     return f"{saving}; {without_optimizer()}"
 
 
-def find_optimizer(
-    common: Mapping[object, object], tensors: Iterable[DcpTensor], where: str
-) -> dict[str, dict[str, DcpTensor]] | None:
+def find_optimizer(common: Common, tensors: Iterable[DcpTensor], where: str) -> dict[str, dict[str, DcpTensor]] | None:
     """Return the optimizer's tensors by kind, under the names of the model's: AdamW's state, and master weights."""
     by_kind: dict[str, dict[str, DcpTensor]] = {kind: {} for kind in (MASTERS, *MOMENTS)}
     others = []
@@ -57,14 +55,14 @@ def find_optimizer(
             by_kind[match[1]][match[2]] = tensor
         elif OF_OPTIMIZER.match(tensor.name):
             others.append(tensor.name)
-    if not common.get(OPTIMIZER) and not others and not any(by_kind.values()):
+    if not common.values.get(OPTIMIZER) and not others and not any(by_kind.values()):
         return None
-    content = common.get("content_metadata")
-    for optimizer in _optimizers(common, where):
+    content = common.values.get("content_metadata")
+    for optimizer in _optimizers(common):
         if (kind := optimizer.get("param_state_sharding_type")) != RESHARDABLE:
-            raise _not_reshardable(where, kind)
+            raise _not_reshardable(common.place, kind)
         if isinstance(content, dict) and (other := content.get("distrib_optim_sharding_type", kind)) != kind:
-            raise _not_reshardable(where, f"{kind}, and content_metadata {other}")
+            raise _not_reshardable(common.place, f"{kind}, and content_metadata {other}")
     if others:
         problem = f"has no place in optimizer state of {RESHARDABLE!r}"
         raise SourceError(f"{where}: {others[0][:80]!r}", problem, _resave(), code="source.megatron-optimizer")
@@ -72,30 +70,26 @@ def find_optimizer(
 
 
 def training_state(
-    common: Mapping[object, object],
-    arguments: Mapping[str, Any],
-    moments: Mapping[str, TensorAt],
-    weights_dtype: str,
-    where: str,
+    common: Common, arguments: Mapping[str, Any], moments: Mapping[str, TensorAt], weights_dtype: str
 ) -> TrainingState:
     """Return how far the checkpoint was trained. Of `moments`, those of one kind, come the shapes of its parameters.
 
     The learning rate is that of the next step, and stays: Megatron's schedule counts samples.
     """
-    place = f"{where}/{COMMON_NAME}: {OPTIMIZER}"
-    groups = [group for optimizer in _optimizers(common, where) for group in groups_in(_inner(optimizer, place), place)]
+    place = f"{common.place}: {OPTIMIZER}"
+    groups = [group for optimizer in _optimizers(common) for group in groups_in(_inner(optimizer, place), place)]
     counted = [read_number(group["step"], f"{place}: step") for group in groups if group.get("step") is not None]
     if not counted:
         raise bad_optimizer(place, "found no count of its steps")
-    step, last = num_steps_of(counted, place), common.get("iteration")
-    if last is not None and step > read_number(last, f"{where}/{COMMON_NAME}: iteration"):  # iterations may be skipped
+    step, last = num_steps_of(counted, place), common.values.get("iteration")
+    if last is not None and step > read_number(last, f"{common.place}: iteration"):  # iterations may be skipped
         problem = f"took {step} steps, and the checkpoint is of iteration {last}"
         raise bad_optimizer(place, problem)
     for group in groups if arguments.get(DECOUPLED) is False else ():
         check_adamw({DECOUPLED: False, **group}, place)
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
-    clip = float(read_number(arguments.get("clip_grad", 1.0), f"{where}/{COMMON_NAME}: args.clip_grad"))
+    clip = float(read_number(arguments.get("clip_grad", 1.0), f"{common.place}: args.clip_grad"))
     state = TrainingState(
         step=step,
         num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
@@ -112,11 +106,11 @@ def training_state(
     return checked_state(state, place)
 
 
-def _optimizers(common: Mapping[object, object], where: str) -> list[Mapping[object, object]]:
+def _optimizers(common: Common) -> list[Mapping[object, object]]:
     """Return the optimizers: one, or, if there are experts, one of them and one of all other parameters."""
-    saved = common.get(OPTIMIZER)
+    saved = common.values.get(OPTIMIZER)
     if not isinstance(saved, dict):
-        raise bad_optimizer(f"{where}/{COMMON_NAME}", f"found no {OPTIMIZER!r}")
+        raise bad_optimizer(common.place, f"found no {OPTIMIZER!r}")
     chained = [optimizer for key, optimizer in saved.items() if type(key) is int]
     return [optimizer for optimizer in chained or [saved] if isinstance(optimizer, dict)]
 
@@ -159,9 +153,9 @@ def _batch(arguments: Mapping[str, Any]) -> BatchSizes | None:
     return None
 
 
-def _not_reshardable(where: str, kind: object) -> SourceError:
+def _not_reshardable(place: str, kind: object) -> SourceError:
     problem = f"expected {RESHARDABLE!r} optimizer state, of a tensor for each parameter, found {str(kind)[:80]!r}"
     if kind == _OF_RANKS:
         problem = f"has {kind!r} optimizer state: flat buffers of the ranks that saved it, without names of parameters"
     code = "source.megatron-dp-reshardable" if kind == _OF_RANKS else "source.megatron-optimizer"
-    return SourceError(f"{where}/{COMMON_NAME}: {OPTIMIZER}", problem, _resave(), code=code)
+    return SourceError(f"{place}: {OPTIMIZER}", problem, _resave(), code=code)

@@ -30,6 +30,7 @@ from reshard.archives.tensors import VALUES, ArchiveDtype, read_object, read_val
 from stores.local import LocalFile, LocalFolder
 from tests.builders import llama_config, llama_shapes, reshard
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save, torchtitan_state
+from tests.fast.reshard.formats.megatron.test_megatron import move_common
 
 DATA = Path(__file__).resolve().parents[3] / "data"
 NORM = "model.norm.weight"
@@ -71,6 +72,11 @@ def golden(name: str) -> Callable[[Path], Path]:
     return lambda folder: Path(shutil.copytree(DATA / name, folder))
 
 
+def without_common_pt(folder: Path) -> Path:
+    move_common(golden("megatron/qwen3")(folder))
+    return folder
+
+
 @dataclass(frozen=True)
 class Container:
     """A folder, and the file in it that is replaced: an archive, or of DCP the archive of one chunk."""
@@ -103,6 +109,7 @@ CONTAINERS = {
     "dcp": Container(dcp_folder, None, NORM),
     "torch_dist": Container(golden("megatron/qwen3"), None, "decoder.final_layernorm.weight"),
     "common.pt": Container(golden("megatron/qwen3"), "common.pt"),
+    "common_state": Container(without_common_pt, None, "common_state/shard_0_1"),
     "layers": Container(golden("golden/deepspeed/llama/"), "global_step2/layer_01-model_00-model_states.pt"),
     "universal": Container(
         golden("golden/deepspeed/gpt2-universal"),
@@ -203,6 +210,7 @@ def copied(good: Path, name: str, place: Path) -> Path:
 # What the file is says more than that its pickle is not plain.
 OF_CONTAINER = {
     "common.pt": "source.no-megatron-arguments",
+    "common_state": "source.no-megatron-arguments",
     "universal": "source.bad-universal",
     "universal's options": "source.bad-optimizer-state",
 }

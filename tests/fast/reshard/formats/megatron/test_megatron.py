@@ -6,6 +6,7 @@ tests/interop lets it write other models, and read ours.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -26,6 +27,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from transformers import AutoModelForCausalLM
 
@@ -35,6 +38,7 @@ from manifests.schedules.learning_rate import rate_at
 from manifests.schema import Decay, LearningRate
 from manifests.store import write_manifest
 from reshard.formats.megatron.arguments import arguments_of, check_arguments, config_of
+from reshard.formats.megatron.names import Common
 from reshard.formats.megatron.read import arguments_in
 from stores.open import open_manifest
 from tests.builders import HEAD, pack, refusal, reshard, run
@@ -177,9 +181,9 @@ def test_arguments_that_no_config_says_have_no_effect_or_are_refused(
 ) -> None:
     config = read_config("tiny-llama")
     with pytest.raises(SourceError) if is_refused else nullcontext() as raised:
-        check_arguments(arguments_of(config, "here") | {name: value}, config, config["vocab_size"], "here")
+        check_arguments(arguments_of(config, "here") | {name: value}, config, config["vocab_size"], "there", "here")
     if is_refused:
-        assert (raised.value.code, raised.value.where) == ("source.megatron-arguments", f"here/common.pt: args.{name}")
+        assert (raised.value.code, raised.value.where) == ("source.megatron-arguments", f"there: args.{name}")
 
 
 MTP = {"num_nextn_predict_layers": 2}
@@ -330,10 +334,10 @@ def test_what_arguments_of_deepseek_v3_leave_out_is_megatrons_default(
     changes: dict[str, Any], refused: str | None
 ) -> None:
     config = read_config("tiny-deepseek-v3", n_group=1, **MTP)
-    saved = SimpleNamespace(fields=arguments_of(config, "here") | changes)
+    common = Common({"args": SimpleNamespace(fields=arguments_of(config, "here") | changes)}, "there")
     with pytest.raises(SourceError) if refused else nullcontext() as raised:
-        check_arguments(arguments_in({"args": saved}, "here"), config, config["vocab_size"], "here")
-    assert refused is None or raised.value.where == f"here/common.pt: args.{refused}"
+        check_arguments(arguments_in(common), config, config["vocab_size"], common.place, "here")
+    assert refused is None or raised.value.where == f"there: args.{refused}"
 
 
 class Payload:
@@ -382,6 +386,39 @@ def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path)
 
 
 TRAINED = GOLDEN / "llama-trained"  # after one step, with the state of its distributed optimizer
+
+
+def move_common(folder: Path) -> None:
+    """Store what `common.pt` has where megatron-core 0.19 does: an object of a data file, in a list of one."""
+    common, data = folder / "common.pt", folder / "__0_0.distcp"
+    file, name = io.BytesIO(data.read_bytes()), "common_state/shard_0_1"
+    begin = file.seek(0, io.SEEK_END)
+    saved = io.BytesIO()
+    torch.save([torch.load(common, weights_only=False)], saved)
+    file.write(saved.getvalue())
+    data.write_bytes(file.getvalue())
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(name)] = _StorageInfo(data.name, begin, len(saved.getvalue()))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    common.unlink()
+
+
+def test_common_state_in_the_metadata_is_read_as_common_pt(tmp_path: Path) -> None:
+    moved = copytree(TRAINED, tmp_path / "iter_0000001")
+    move_common(moved)
+    packed = [pack(source, tmp_path / f"packed-{number}") for number, source in enumerate((TRAINED, moved))]
+    files = [{path.relative_to(out): path.read_bytes() for path in out.rglob("*.safetensors")} for out in packed]
+    assert files[0]
+    assert files[0] == files[1]
+    manifests = [open_manifest(out).manifest for out in packed]
+    assert manifests[0].training == manifests[1].training
+    assert manifests[0].source.left_out == manifests[1].source.left_out
+    moved.rename(tmp_path / "iter_0000002")
+    code, name, where = refusal("pack", tmp_path / "iter_0000002", "--layout", "pp=1", "--out", tmp_path / "out").found
+    assert (code, name) == (3, "source.other-iteration")
+    assert where.endswith("__0_0.distcp: common_state/shard_0_1: iteration")
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
