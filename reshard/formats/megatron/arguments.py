@@ -37,7 +37,8 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "rotary_seq_len_interpolation_factor": (None, 1), "rotary_base_per_layer": (None,), "no_rope_freq": (None,),
     "softmax_scale": (None,), "softmax_type": (None, "vanilla"), "glu_linear_offset": (None, 0),
     "activation_func_clamp_value": (None,), "moe_apply_probs_on_input": (None, False),
-    "moe_mlp_glu_interleave_size": (None,), "use_mup": (None, False),
+    "moe_mlp_glu_interleave_size": (None,), "moe_shared_expert_glu_interleave_size": (None,),
+    "use_grouped_gemm_for_dense_mlp": (None, False), "use_mup": (None, False),
 }  # fmt: skip
 
 

@@ -173,7 +173,9 @@ def test_arguments_that_disagree_with_the_config_are_refused(
         ("softmax_scale", 0.1, True), ("glu_linear_offset", 0.0, False), ("glu_linear_offset", 1.0, True),
         ("activation_func_clamp_value", 7.0, True), ("moe_apply_probs_on_input", True, True),
         ("make_vocab_size_divisible_by", {}, False), ("tensor_model_parallel_size", "x", False),
-        ("moe_mlp_glu_interleave_size", 32, True), ("rotary_base_per_layer", [1e4], True), ("use_mup", True, True),
+        ("moe_mlp_glu_interleave_size", 32, True), ("moe_shared_expert_glu_interleave_size", 32, True),
+        ("use_grouped_gemm_for_dense_mlp", False, False), ("use_grouped_gemm_for_dense_mlp", True, True),
+        ("rotary_base_per_layer", [1e4], True), ("use_mup", True, True),
     ],
 )  # fmt: skip
 def test_arguments_that_no_config_says_have_no_effect_or_are_refused(
