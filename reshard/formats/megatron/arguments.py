@@ -179,7 +179,7 @@ def _pattern(freq: Any, num_layers: int) -> list[int] | None:
 
 
 def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, place: str) -> None:
-    """Raise if rows beyond the config's vocabulary are more than padding."""
+    """Raise unless the embedding has the rows of the config's vocabulary, and others only as padding."""
     padded, tokens = arguments.get("padded_vocab_size"), arguments.get("vocab_size")
     sizes = (arguments.get(name) for name in ("make_vocab_size_divisible_by", "tensor_model_parallel_size"))
     multiple = prod(size for size in sizes if isinstance(size, int) and size > 0)
@@ -188,6 +188,10 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
         raise _other_model(f"{place}.vocab_size", problem)
     if isinstance(padded, int) and padded != num_rows:
         raise _other_model(f"{place}.padded_vocab_size", f"expected {num_rows} (rows of the embedding), found {padded}")
+    if num_rows < vocab:
+        hint = f"set vocab_size in config.json to {num_rows}, or leave that file out"
+        problem = f"expected at least {vocab} rows of the embedding (config.json), found {num_rows}"
+        raise _other_model(f"{place}.padded_vocab_size", problem, hint)
     if not isinstance(tokens, int) and num_rows - vocab >= multiple:
         problem = (
             f"expected fewer than {multiple} rows of padding, found {num_rows} rows for {vocab} tokens (config.json)"

@@ -188,6 +188,16 @@ def test_arguments_that_no_config_says_have_no_effect_or_are_refused(
         assert (raised.value.code, raised.value.where) == ("source.megatron-arguments", f"there: args.{name}")
 
 
+def test_config_of_a_larger_vocabulary_is_refused() -> None:
+    """As of Qwen3, whose config.json has more rows than the tokenizer tokens, with which Megatron trained it."""
+    config = read_config("tiny-llama")
+    arguments, num_rows = arguments_of(config, "here"), config["vocab_size"]
+    with pytest.raises(SourceError) as raised:
+        check_arguments(arguments, config | {"vocab_size": num_rows + 1}, num_rows, "there", "here")
+    assert (raised.value.code, raised.value.where) == ("source.megatron-arguments", "there: args.padded_vocab_size")
+    check_arguments(arguments, config, num_rows, "there", "here")
+
+
 MTP = {"num_nextn_predict_layers": 2}
 YARN = {
     "type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
