@@ -68,13 +68,15 @@ class ExportOptions:
 class ExportResult:
     """The result of an export.
 
-    `identical`: headers, order and index are byte for byte those of the source. Units: bytes.
+    `identical`: headers, order and index are byte for byte those of the source. `flags` are those without which its
+    reader does not resume as the checkpoint says. Units: bytes.
     """
 
     num_files: int
     nbytes: int
     identical: bool
     casts: Mapping[tuple[str, str], int]  # tensors, by their dtypes before and after
+    flags: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

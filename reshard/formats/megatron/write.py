@@ -24,6 +24,7 @@ from reshard.formats.export import (
     check_moments,
     owned_tensors,
     publish_export,
+    rate_of,
     refuse_state,
 )
 from reshard.formats.megatron.arguments import arguments_of
@@ -54,10 +55,11 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     model = MegatronModel(config, masters, checkpoint.location)
     arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
     arguments["mtp_num_layers"] = len(model.mtp_layers) or None  # the config may have more than its files
-    trained, state = checkpoint.trained, dict[str, object]()
+    trained, state, flags = checkpoint.trained, dict[str, object](), ""
     content: dict[str, object] = {"singleton_local_shards": False, "non_homogeneous_layers": not model.is_stacked}
     if trained is not None and trained.optimizer is not None:
-        state = optimizer_of(checkpoint, trained, trained.optimizer)
+        state, rate = optimizer_of(checkpoint, trained, trained.optimizer), rate_of(checkpoint, trained)
+        flags = f"--lr {rate.peak!r} --min-lr {rate.minimum!r}"  # see Note [Groups of Megatron]
         arguments |= {"iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True}
         content |= {
             "distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False,
@@ -89,7 +91,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
         last=TRACKER_NAME,  # without it Megatron-LM sees no checkpoint
         last_bytes=(str(step) if state else RELEASE).encode,
     )
-    return publish_export(out, plan, options, casts)
+    return replace(publish_export(out, plan, options, casts), flags=flags)
 
 
 def _training_arguments(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, object]:
@@ -121,8 +123,9 @@ def _common(arguments: Mapping[str, object], step: int, content: Mapping[str, ob
 logger = logging.getLogger(__name__)
 
 # Note [Groups of Megatron]: a loader finds each of its trainer's groups by the factors of its weight decay and learning
-# rate, and by whether its parameters are of experts. Its own rule says which parameters are in which; it fails if a
-# group is not there, and does not look at others.
+# rate, and by whether its parameters are of experts; since megatron-core 0.19, also by the peak and the minimum of its
+# learning rate, which older releases take from the group, whatever their flags say. Its own rule says which parameters
+# are in which; it fails if a group is not there, and does not look at others.
 _FACTORS = (1.0, 0.0)
 _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "sqrt": "minus_sqrt"}
 
@@ -134,8 +137,7 @@ def optimizer_of(checkpoint: Checkpoint, trained: TrainingState, optimizer: Opti
     """
     check_moments(checkpoint, optimizer)
     options = adamw_options(checkpoint, trained, replace(optimizer, groups=_decayed(checkpoint, optimizer)))
-    rate, decay = trained.learning_rate, options["weight_decay"]
-    assert rate is not None, "adamw_options checked it"
+    rate, decay = rate_of(checkpoint, trained), options["weight_decay"]
     common = {
         **options, "step": trained.step, "bias_correction": True, "lr_mult": 1.0, "is_decoupled_lr": False,
         "is_expert_parallel": False, "default_config": True, "max_lr": rate.peak, "min_lr": rate.minimum,

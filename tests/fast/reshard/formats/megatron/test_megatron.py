@@ -480,7 +480,8 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
     kinds = [one["content_metadata"]["distrib_optim_sharding_type"] for one in (saved, again)]
     assert kinds == ["fully_reshardable"] * 2
 
-    run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
+    done = run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
+    assert "--lr" not in done.out.split()
     assert not any("optimizer" in name for name in tensors_of(tmp_path / "weights" / "release"))
 
 
@@ -531,7 +532,10 @@ def test_schedule_with_stable_steps_is_megatrons_wsd(
     assert trained is not None
     rate = LearningRate(peak=4e-3, warmup_steps=0, stable_steps=stable_steps, decay=decay, decay_steps=10, minimum=1e-4)
     write_manifest(packed, replace(manifest, training=replace(trained, learning_rate=rate)))
-    run("export", packed, "--to", "megatron", "--out", tmp_path / "out")
+    words = run("export", packed, "--to", "megatron", "--out", tmp_path / "out").out.split()
+    assert [words[words.index(flag) + 1] for flag in ("--load", "--lr", "--min-lr")] == [
+        str(tmp_path / "out"), "0.004", "0.0001"
+    ]  # fmt: skip
     saved = torch.load(tmp_path / "out" / "iter_0000001" / "common.pt", weights_only=False)["opt_param_scheduler"]
     names = ("lr_decay_style", "lr_warmup_steps", "lr_decay_steps", "num_steps", "max_lr", "min_lr")
     assert [saved[name] for name in names] == [style, 0, 4 * 10, 4, 4e-3, 1e-4]
