@@ -181,7 +181,7 @@ def _contents_of(checkpoint: Checkpoint) -> Contents:
     )
 
 
-_LOAD_UNIVERSAL = 'next: engine.load_checkpoint(DIR), with "checkpoint": {"load_universal": true}'
+_LOAD_UNIVERSAL = 'next: engine.load_checkpoint(DIR), with ZeRO 1 or 2 and "checkpoint": {"load_universal": true}'
 HUGGINGFACE = Format(
     name="huggingface",
     is_in=lambda names: False,  # it is what a folder is that is nothing else
