@@ -60,7 +60,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         }
         moments = {kind: state[kind] for kind in MOMENTS}
         dtype = next(model.weights[fqn].dtype for fqn in moments[MOMENTS[0]])
-        trained = training_state(common, arguments_in(common), moments[MOMENTS[0]], dtype)
+        names = optimizer[MOMENTS[0]].keys()
+        trained = training_state(common, arguments_in(common), moments[MOMENTS[0]], names, dtype)
         model = replace(model, weights={**model.weights, **state[MASTERS]})
     files = folder.names()
     data = [name for name in files if name.endswith(DATA_SUFFIX)]

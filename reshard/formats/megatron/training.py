@@ -10,7 +10,7 @@ megatron/training/checkpointing.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,11 @@ MASTERS = "param"  # weights in float32, beside those that the model computes wi
 RESHARDABLE, _OF_RANKS = "fully_reshardable", "dp_reshardable"
 _ENTRY = re.compile(rf"(?:chained_\d{{1,3}}\.)?{OPTIMIZER}\.state\.({'|'.join((MASTERS, *MOMENTS))})\.(.+)")
 _DTYPES: Mapping[str, TrainedDtype] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
-_QK_NORM = re.compile(r"\.[qk]_(?:a_layer)?norm\.|\.kv_a_layernorm\.")
+# With this argument, Megatron decays norms that it calls `q_layernorm` or `k_layernorm`: of latents that of queries,
+# unless it is fused into the projection after it.
+DECAYS_QK_NORMS = "apply_wd_to_qk_layernorm"
+QK_NORM, _LATENT_NORM = re.compile(r"\.[qk]_norm\."), re.compile(r"\.q_a_layernorm\.")
+_FUSED_NORM = ".linear_q_up_proj.layer_norm_weight"
 
 
 def _resave() -> str:
@@ -70,10 +74,15 @@ def find_optimizer(common: Common, tensors: Iterable[DcpTensor], where: str) -> 
 
 
 def training_state(
-    common: Common, arguments: Mapping[str, Any], moments: Mapping[str, TensorAt], weights_dtype: str
+    common: Common,
+    arguments: Mapping[str, Any],
+    moments: Mapping[str, TensorAt],
+    names: Collection[str],
+    weights_dtype: str,
 ) -> TrainingState:
     """Return how far the checkpoint was trained. Of `moments`, those of one kind, come the shapes of its parameters.
 
+    `names` are those that Megatron has for them.
     The learning rate is that of the next step, and stays: Megatron's schedule counts samples.
     """
     place = f"{common.place}: {OPTIMIZER}"
@@ -98,7 +107,7 @@ def training_state(
         optimizer=OptimizerState(
             name="AdamW",
             max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
-            groups=_groups(groups, moments, arguments, place),
+            groups=_groups(groups, arguments, _undecayed(moments, arguments, names), place),
         ),
         learning_rate=constant_rate([group.get("lr") for group in groups]),
         batch=batch,
@@ -123,9 +132,9 @@ def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object
 
 
 def _groups(
-    saved: list[Mapping[object, object]], moments: Mapping[str, TensorAt], arguments: Mapping[str, Any], place: str
+    saved: list[Mapping[object, object]], arguments: Mapping[str, Any], undecayed: tuple[str, ...], place: str
 ) -> tuple[ParameterGroup, ...]:
-    """Return a group for all parameters; or, if some have no weight decay, two: those are the 1-D ones, as in Megatron.
+    """Return a group for all parameters; or, if some have no weight decay, two: those are the `undecayed` ones.
 
     A checkpoint does not say which parameter is in which group; groups of experts repeat those of other parameters.
     """
@@ -140,10 +149,18 @@ def _groups(
     if (std := arguments.get("embedding_init_method_std")) is not None:
         problem = "found no group of the embedding, which some releases decay and others do not"
         raise bad_optimizer(f"{place}: param_groups", f"{problem} with embedding_init_method_std {str(std)[:80]}")
-    decays_qk_norms = arguments.get("apply_wd_to_qk_layernorm")
+    return decayed[0], replace(bare[0], fqns=undecayed)
+
+
+def _undecayed(
+    moments: Mapping[str, TensorAt], arguments: Mapping[str, Any], names: Collection[str]
+) -> tuple[str, ...]:
+    """Return the parameters that Megatron does not decay if there are such: 1-D ones, but for some norms."""
+    decayed = [QK_NORM] if arguments.get(DECAYS_QK_NORMS) else []
+    if decayed and not any(name.endswith(_FUSED_NORM) for name in names):
+        decayed.append(_LATENT_NORM)
     lines = (fqn for fqn, moment in moments.items() if len(moment.shape) == 1)
-    fqns = tuple(sorted(fqn for fqn in lines if not (decays_qk_norms and _QK_NORM.search(fqn))))
-    return decayed[0], replace(bare[0], fqns=fqns)
+    return tuple(sorted(fqn for fqn in lines if not any(norm.search(fqn) for norm in decayed)))
 
 
 def _batch(arguments: Mapping[str, Any]) -> BatchSizes | None:

@@ -30,7 +30,7 @@ from reshard.formats.export import (
 from reshard.formats.megatron.arguments import arguments_of
 from reshard.formats.megatron.names import COMMON_NAME, MARK, RELEASE, TRACKER_NAME
 from reshard.formats.megatron.tensors import MegatronModel
-from reshard.formats.megatron.training import MASTERS, RESHARDABLE
+from reshard.formats.megatron.training import DECAYS_QK_NORMS, MASTERS, QK_NORM, RESHARDABLE
 from reshard.formats.saved_state import SavedState
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.tensors.checkpoint import Checkpoint
@@ -60,7 +60,10 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     if trained is not None and trained.optimizer is not None:
         state, rate = optimizer_of(checkpoint, trained, trained.optimizer), rate_of(checkpoint, trained)
         flags = f"--lr {rate.peak!r} --min-lr {rate.minimum!r}"  # see Note [Groups of Megatron]
-        arguments |= {"iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True}
+        arguments |= {
+            "iteration": trained.step, "consumed_train_samples": samples_of(trained), "no_save_rng": True,
+            DECAYS_QK_NORMS: _decays_qk_norms(checkpoint, trained.optimizer),
+        }  # fmt: skip
         content |= {
             "distrib_optim_sharding_type": RESHARDABLE, "distrib_optim_fully_reshardable_mem_efficient": False,
             "chained_optim_avoid_prefix": True,
@@ -167,7 +170,13 @@ def samples_of(trained: TrainingState) -> int:
 
 def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ...]:
     """Return the groups without the one of 1-D parameters that have no weight decay."""
-    lines = tuple(sorted(fqn for fqn, at in checkpoint.moments[MOMENTS[0]].items() if len(at.shape) == 1))
+    lines = _lines(checkpoint)
+    if _decays_qk_norms(checkpoint, optimizer):
+        lines = _without_qk_norms(lines)
+        what = (
+            "%s: norms of queries and keys have weight decay; Megatron-LM decays them with --apply-wd-to-qk-layernorm"
+        )
+        logger.warning(what, checkpoint.location)
     rest = tuple(group for group in optimizer.groups if group.fqns != lines)
     for group in optimizer.groups:
         if group.fqns == lines and (len(rest) != 1 or group != replace(rest[0], weight_decay=0.0, fqns=lines)):
@@ -180,3 +189,18 @@ def _decayed(checkpoint: Checkpoint, optimizer: OptimizerState) -> tuple[Any, ..
             rest[0].weight_decay,
         )
     return rest
+
+
+def _decays_qk_norms(checkpoint: Checkpoint, optimizer: OptimizerState) -> bool:
+    """Return whether a group is that of all 1-D parameters but the norms of queries and keys."""
+    others = _without_qk_norms(_lines(checkpoint))
+    return others != _lines(checkpoint) and any(group.fqns == others for group in optimizer.groups)
+
+
+def _lines(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the 1-D parameters."""
+    return tuple(sorted(fqn for fqn, at in checkpoint.moments[MOMENTS[0]].items() if len(at.shape) == 1))
+
+
+def _without_qk_norms(fqns: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(fqn for fqn in fqns if not QK_NORM.search(fqn))
