@@ -122,8 +122,8 @@ def build_engine(
     reduce_dtype, dtype = FLAG_DTYPES[compute.reduce_dtype], FLAG_DTYPES[compute.master_dtype]
     parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduce_dtype, dtype=dtype)
     parallel.reshard()
-    with raise_on_all_ranks("optimizer"):
-        optimizer = Optimizer(parameters, options.optim, chunks, mesh, [names_of(group) for group in groups])
+    guard = partial(raise_on_all_ranks, "optimizer")
+    optimizer = Optimizer(parameters, options.optim, chunks, mesh, [names_of(group) for group in groups], guard)
     with raise_on_all_ranks("experts"):
         balance = balance_experts(chunks, options.balance, batch, mesh, is_compiled=compute.is_compiled)
     table, is_cuda = timetable.planned(batch.num_microbatches), chunks[0].device.type == "cuda"

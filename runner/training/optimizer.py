@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -19,7 +20,7 @@ from runner.tensors.dtensor import local_of
 from runner.tensors.local_shard import Piece
 from runner.training.algorithms import Algorithm, algorithms_of, num_steps_of, prepare_state, set_num_steps
 from runner.training.mixed_precision import master_of, round_masters, zero_gradient
-from runner.training.whole_matrix import WholeMatrices
+from runner.training.whole_matrix import Guard, WholeMatrices
 
 
 class Optimizer:
@@ -28,6 +29,8 @@ class Optimizer:
     The optimizer state exists from the start, as zeros, so that a checkpoint can be loaded into it. Elementwise
     algorithms step each rank's part of a parameter; for the others see Note [Whole tensors]: `chunks` have the
     parameters. `ties` lists the FQNs of tied ones, which are in the group of the first.
+
+    Constructing it is a collective of the replica. What may fail on one rank alone runs inside `guard`.
     """
 
     def __init__(
@@ -37,33 +40,37 @@ class Optimizer:
         chunks: Sequence[StageChunk] = (),
         mesh: Mesh | None = None,
         ties: Sequence[Sequence[str]] = (),
+        guard: Guard = nullcontext,
     ) -> None:
         self.parameters, self.options, self._mesh = tuple(parameters), options, mesh
-        self.plan = options.plan or plain_adamw(parameters, options)
-        self.algorithms = algorithms_of(self.plan)
-        group_numbers = GroupNumbers(self.plan.groups, ties)
-        self._numbers = {id(parameter): group_numbers.of(fqn) for fqn, parameter in parameters}
-        self._weights = {id(parameter): local_of(master_of(parameter)) for _, parameter in parameters}
-        _check_groups(chunks, self._numbers, group_numbers, self.algorithms)
-        whole = {key: number for key, number in self._numbers.items() if not self.algorithms[number].is_elementwise}
-        self._by_group: dict[int, torch.optim.Optimizer] = {}
-        for number, algorithm in enumerate(self.algorithms):
-            weights = [self._weights[key] for key, of in self._numbers.items() if of == number and key not in whole]
-            if weights:  # torch refuses an empty list; a stage may have no parameters
-                self._by_group[number] = algorithm.make(weights, algorithm.scale_rate(options.lr))
-                for weight in weights:
-                    prepare_state(algorithm, self._by_group[number], weight)
+        with guard():
+            self.plan = options.plan or plain_adamw(parameters, options)
+            self.algorithms = algorithms_of(self.plan)
+            group_numbers = GroupNumbers(self.plan.groups, ties)
+            self._numbers = {id(parameter): group_numbers.of(fqn) for fqn, parameter in parameters}
+            self._weights = {id(parameter): local_of(master_of(parameter)) for _, parameter in parameters}
+            _check_groups(chunks, self._numbers, group_numbers, self.algorithms)
+            numbers = self._numbers.items()
+            whole = {key: number for key, number in numbers if not self.algorithms[number].is_elementwise}
+            self._by_group: dict[int, torch.optim.Optimizer] = {}
+            for number, algorithm in enumerate(self.algorithms):
+                weights = [self._weights[key] for key, of in numbers if of == number and key not in whole]
+                if weights:  # torch refuses an empty list; a stage may have no parameters
+                    self._by_group[number] = algorithm.make(weights, algorithm.scale_rate(options.lr))
+                    for weight in weights:
+                        prepare_state(algorithm, self._by_group[number], weight)
+            # In float32 at least: in bfloat16, steps of an average towards a weight are lost.
+            self._averages = {
+                key: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+                for key, weight in self._weights.items()
+                if self.plan.ema
+            }
         self._whole: WholeMatrices | None = None
         if not all(algorithm.is_elementwise for algorithm in self.algorithms):
-            self._whole = WholeMatrices(chunks, whole, self.algorithms, mesh.replica if mesh else None, options.lr)
+            group = mesh.replica if mesh else None
+            self._whole = WholeMatrices(chunks, whole, self.algorithms, group, options.lr, guard)
         self._is_whole = whole.keys()
         self._skipped = set[int]()  # the ids of parameters that had no gradient in some step
-        # In float32 at least: in bfloat16, steps of an average towards a weight are lost.
-        self._averages = {
-            key: weight.detach().to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-            for key, weight in self._weights.items()
-            if self.plan.ema
-        }
 
     @property
     def torch_optimizers(self) -> tuple[torch.optim.Optimizer, ...]:

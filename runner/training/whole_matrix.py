@@ -12,6 +12,7 @@ no other steps its own memory in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,6 +34,7 @@ from runner.training.mixed_precision import master_of
 
 _ROUND = 1 << 24  # elements of an owner's units in one exchange
 _Key = tuple[int, str]  # stage and FQN
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -69,8 +71,8 @@ def assign_owners(costs: Mapping[_Key, int], num_ranks: int) -> dict[_Key, int]:
 class WholeMatrices:
     """The units of this rank's stages: their state where this rank is the owner, and the steps of them.
 
-    The constructor is a collective of the group. `numbers` has the group of each parameter, by its id; `peak` is the
-    learning rate after warmup.
+    Constructing it is a collective of the group: what follows it, and may fail on one rank alone, runs inside `guard`.
+    `numbers` has the group of each parameter, by its id; `peak` is the learning rate after warmup.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class WholeMatrices:
         algorithms: Sequence[Algorithm],
         group: dist.ProcessGroup | None,
         peak: float,
+        guard: Guard = nullcontext,
     ) -> None:
         self._algorithms, self._group = algorithms, group
         self._rank, self._size = (dist.get_rank(group), dist.get_world_size(group)) if group else (0, 1)
@@ -100,18 +103,19 @@ class WholeMatrices:
         self._dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)  # of what is exchanged
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._placeholders: dict[_Key, tuple[torch.Tensor, ...]] = {}  # what the optimizer knows a unit's matrices by
-        for number, algorithm in enumerate(algorithms):
-            placeholders: list[torch.Tensor] = []
-            for unit in self.units.values():
-                if unit.number != number or unit.owner != self._rank:
-                    continue
-                whole = torch.empty(1, dtype=unit.dtype, device=self._device).expand(unit.shape)
-                self._placeholders[unit.key] = tuple(nn.Parameter(part) for part in algorithm.matrices(whole))
-                placeholders += self._placeholders[unit.key]
-            if placeholders:
-                self._optimizers[number] = algorithm.make(placeholders, algorithm.scale_rate(peak))
-                for placeholder in placeholders:
-                    prepare_state(algorithm, self._optimizers[number], placeholder)
+        with guard():
+            for number, algorithm in enumerate(algorithms):
+                placeholders: list[torch.Tensor] = []
+                for unit in self.units.values():
+                    if unit.number != number or unit.owner != self._rank:
+                        continue
+                    whole = torch.empty(1, dtype=unit.dtype, device=self._device).expand(unit.shape)
+                    self._placeholders[unit.key] = tuple(nn.Parameter(part) for part in algorithm.matrices(whole))
+                    placeholders += self._placeholders[unit.key]
+                if placeholders:
+                    self._optimizers[number] = algorithm.make(placeholders, algorithm.scale_rate(peak))
+                    for placeholder in placeholders:
+                        prepare_state(algorithm, self._optimizers[number], placeholder)
 
     @property
     def optimizers(self) -> Mapping[int, torch.optim.Optimizer]:

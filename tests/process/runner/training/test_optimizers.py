@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.builders import pack, reshard
-from tests.process.runner.training_jobs import job, losses_of, run_jobs
+from tests.process.runner.training_jobs import job, losses_of, run_jobs, said
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,6 +34,13 @@ clip = false
 [[group]]
 algorithm = "sgd"
 weight_decay = 0.0
+"""
+SPLIT = """
+[[group]]
+algorithm = "muon"
+patterns = ["*.experts.3.*"]
+[[group]]
+algorithm = "adamw"
 """
 # Muon computes in bfloat16: a gradient that differs in its last bit may round otherwise. The rate keeps that small.
 RATE = ("--lr", "1e-4", "--ema", "0.9")
@@ -167,6 +175,14 @@ def test_degrees_train_as_torch_does_in_one_process(place: Path, algorithm: str)
 
 def test_shards_of_experts_train_as_one_process(place: Path) -> None:
     check(place, ("experts",), 4, round=1000)  # several exchanges, where such a small model would have one
+
+
+def test_groups_that_split_the_experts_of_one_rank_are_refused_on_all_before_they_exchange(place: Path) -> None:
+    (place / "split.toml").write_text(SPLIT)
+    num_ranks, layout, degrees = DEGREES["experts"]
+    run_jobs(num_ranks, [train(place, "split", layout, 1, "--optimizer", place / "split.toml", *degrees)])
+    refusal = said(place / "log-split").splitlines()[-1]
+    assert re.fullmatch(r"error: options\.optimizer-pattern at rank 1: --optimizer: .+\.experts\.3\..+", refusal)
 
 
 @pytest.mark.slow
