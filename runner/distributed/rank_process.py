@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from manifests.command.console import open_streams
 from manifests.errors import RankError, UserError, naming_flags
 from runner.distributed.fail_together import OneRankError, causes, exhausted, unforeseen, unreachable
-from runner.distributed.watchdog import StoppedError
+from runner.distributed.watchdog import StoppedError, run_briefly
 from runner.distributed.world import World
 from runner.rundir.exit_report import AGENT, ExitReport, code_of, rank_label, report_exit, set_rank_label
 
@@ -53,7 +54,7 @@ def run_rank(act: Callable[[World], None], *, is_json: bool = False, is_quiet: b
         code = _INTERRUPTED
     except Exception as error:
         code = _crash(error, world)
-    logging.shutdown()
+    run_briefly(logging.shutdown)
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
@@ -82,7 +83,7 @@ def _fail(error: UserError, *, echo: bool | Literal["json"] = True) -> int:
         kind="failed", code=code, where=error.where, problem=error.problem, hint=error.hint,
         is_elsewhere=error.is_elsewhere, error_code=error.code,
     )  # fmt: skip
-    report_exit(report, echo=echo)
+    run_briefly(partial(report_exit, report, echo=echo))
     return RankError.exit_code if error.is_elsewhere else code
 
 
@@ -96,8 +97,7 @@ def _crash(error: Exception, world: World) -> int:
     if lost:
         reason = str(lost[0]).splitlines()[0].partition(". ")[0][:200]
         problem = f"lost the connection to another rank, or timed out waiting for it: {reason}"
-        report_exit(
-            ExitReport(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost")
-        )
-        return RankError.exit_code
+        report = ExitReport(kind="lost", code=RankError.exit_code, where=place, problem=problem, error_code="rank.lost")
+        run_briefly(partial(report_exit, report))
+        return report.code
     return _fail(unforeseen(error, place, traceback.format_exc().rstrip()))

@@ -25,8 +25,9 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import CancelledError
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -114,6 +115,7 @@ class Watchdog:
         self._ended, self._main = threading.Event(), threading.get_ident()
         self._awaited: int | None = None  # the thread that the main thread waits for
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._writer = threading.Thread(target=self._write_beats, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Watchdog:
         with contextlib.suppress(OSError):  # as in `_write`
@@ -127,12 +129,13 @@ class Watchdog:
             for number in _STOPPING:
                 signal.signal(number, lambda *_: None)
         self._thread.start()
+        self._writer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self._write()
+        self._writer.join(_LIMIT_S)  # a hanging disk may block it
         if self._can_stop:
             signal.set_wakeup_fd(-1)
         self._receiver.close()
@@ -168,8 +171,6 @@ class Watchdog:
             with contextlib.suppress(TimeoutError):  # `select` takes no descriptor from 1024 up, of many connections
                 self._note(self._receiver.recv(64))
             now_s = time.monotonic()
-            if now_s - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
-                self._write()
             if self._phase != "train":
                 stalled_s = max((timer.stalled_s for timer in self._saving if timer.is_stalled), default=0.0)
                 if stalled_s:
@@ -191,6 +192,13 @@ class Watchdog:
         if any(number in numbers for number in _STOPPING if number != signal.SIGUSR2) and self._terminated_s is None:
             self._terminated_s = time.monotonic()
 
+    def _write_beats(self) -> None:
+        """Write heartbeats, in a thread of their own: a log folder whose disk hangs must not keep the watchdog."""
+        while not self._ended.wait(_POLL_S):
+            if time.monotonic() - self._written_s >= (_BEAT_S if self._last_s > self._written_s else ALIVE_S):
+                self._write()
+        self._write()
+
     def _write(self) -> None:
         self._written_s = time.monotonic()
         doing, is_waiting = _doing(self._awaited or self._main)
@@ -204,22 +212,23 @@ class Watchdog:
     def _show(self, why: str) -> None:
         """Write the stack of every thread to this rank's log."""
         self._shown_s = time.monotonic()
-        with contextlib.suppress(OSError), open(log_path(self._log_dir, self._rank), "a") as log:
-            print(f"{why}; stacks of all threads:", file=log, flush=True)
-            faulthandler.dump_traceback(log, all_threads=True)
+
+        def write() -> None:
+            with contextlib.suppress(OSError), open(log_path(self._log_dir, self._rank), "a") as log:
+                print(f"{why}; stacks of all threads:", file=log, flush=True)
+                faulthandler.dump_traceback(log, all_threads=True)
+
+        run_briefly(write)
         dump_flight_recorder(self._rank)
 
     def _end(self, why: str, *, kind: FailureKind = "stuck", error_code: str = "rank.stuck") -> NoReturn:
         self._show(why)
-        self._write()
-        place, log = place_of(self._rank, self._stages, self._host), log_path(self._log_dir, self._rank)
-        report_exit(
-            ExitReport(
-                kind=kind, code=RankError.exit_code, where=place, problem=why, error_code=error_code,
-                hint=f"see the stacks of its threads in {log}",
-            )
+        report = ExitReport(
+            kind=kind, code=RankError.exit_code, where=place_of(self._rank, self._stages, self._host), problem=why,
+            hint=f"see the stacks of its threads in {log_path(self._log_dir, self._rank)}", error_code=error_code,
         )  # fmt: skip
-        logging.shutdown()
+        run_briefly(partial(report_exit, report))
+        run_briefly(logging.shutdown)
         os._exit(RankError.exit_code)
 
 
@@ -266,13 +275,15 @@ def enable_flight_recorder(log_dir: Path, environment: MutableMapping[str, str])
 
 
 def dump_flight_recorder(rank: int) -> None:
-    """Dump this rank's flight recorder to the file that torch's tools read.
+    """Dump this rank's flight recorder to the file that torch's tools read; the rank may hang in any lock."""
+    run_briefly(partial(_write, rank))
 
-    It never raises, and waits for at most a few seconds: the rank may hang in any lock.
-    """
-    writer = threading.Thread(target=_write, args=(rank,), daemon=True)
-    writer.start()
-    writer.join(_LIMIT_S)
+
+def run_briefly(act: Callable[[], None]) -> None:
+    """Run something in a thread, and wait for it a few seconds at most: a lock, or the disk of a log, may hang."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(_LIMIT_S)
 
 
 def _write(rank: int) -> None:

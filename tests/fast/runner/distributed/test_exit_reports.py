@@ -389,6 +389,34 @@ def test_signal_is_heard_by_a_rank_with_more_than_a_thousand_connections(tmp_pat
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("hanging", ["log", "heartbeat"])
+def test_log_folder_whose_disk_does_not_answer_keeps_no_step_from_its_timeout(
+    hanging: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, answered, ended, codes = log_path(tmp_path, 0), threading.Event(), threading.Event(), list[int]()
+
+    def leave(code: int) -> None:
+        codes.append(code)
+        ended.set()
+        raise SystemExit  # which ends the thread
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(logging, "shutdown", lambda: answered.wait(60))
+    monkeypatch.setattr("runner.distributed.watchdog._LIMIT_S", 0.1)
+    if hanging == "log":
+        os.mkfifo(log)  # which nobody reads: opening it waits
+    with Watchdog(tmp_path, 0, [0], step_timeout_s=3, can_stop=False) as watchdog:
+        if hanging == "heartbeat":
+            monkeypatch.setattr(os, "replace", lambda *_: answered.wait(60))
+        watchdog.beat(1)
+        is_ended = ended.wait(20)
+        answered.set()
+        reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    os.close(reader)
+    assert (is_ended, codes) == (True, [5])
+
+
 @pytest.fixture
 def loggers() -> Iterator[None]:
     """Leave handlers as they were."""

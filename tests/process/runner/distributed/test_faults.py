@@ -415,3 +415,29 @@ run_rank(act)
             assert re.match(rf"error: rank 1, node {HOST}: ", said), said
             assert f" [{code}]\n" in said
         assert f"\ntorch.AcceleratorError: CUDA error: {reason}\n" in f"{rank.said}\n"
+
+
+def test_rank_reports_its_error_and_ends_although_its_log_does_not_answer(tmp_path: Path) -> None:
+    script = tmp_path / "log.py"
+    script.write_text("""
+import logging
+import time
+
+from manifests.errors import ShardError
+from runner.distributed import watchdog
+from runner.distributed.rank_process import run_rank
+
+class Hanging(logging.Handler):
+    def emit(self, record):
+        time.sleep(600)
+
+def act(world):
+    watchdog._LIMIT_S = 0.5
+    logging.getLogger().addHandler(Hanging())
+    raise ShardError("shard", "is damaged", code="shard.digest-mismatch")
+
+run_rank(act)
+""")
+    with started(1, str(script)) as (rank,):
+        assert rank.wait(60) == 3, rank.said
+        assert "[shard.digest-mismatch]" in rank.said
