@@ -2,7 +2,8 @@
 
 mlx-lm is installed, and DeepSpeed and megatron-core in environments of their own, with the torch and transformers of
 the one that runs this. Of vLLM, SGLang, llama.cpp, PEFT and accelerate only the Python files are unpacked, since their
-packages bring CUDA, a compiler or another torch. What pip cannot get is named; its tests are skipped.
+packages bring CUDA, a compiler or another torch; and of the newest megatron-core, which asks for a newer Python. What
+pip cannot get is named; its tests are skipped.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ _UNPACKED = {
     "sglang": ("sglang==0.5.23", ("--only-binary", ":all:"), ("sglang/srt/",)),
     "peft": ("peft==0.21.2", ("--only-binary", ":all:"), ("peft/", "peft-")),
     "accelerate": ("accelerate==1.15.0", ("--only-binary", ":all:"), ("accelerate/", "accelerate-")),
+    "megatron-0.19": (
+        "megatron-core==0.19.0",
+        ("--only-binary", ":all:", "--python-version", "3.12"),
+        ("megatron/",),
+    ),
     # The converter is in no wheel: this is a source package that has llama.cpp in it.
     "llama.cpp": (
         "llama-cpp-python==0.3.36",

@@ -1,9 +1,13 @@
-"""Megatron-Core itself: what it saves computes the same in transformers, and it loads what is exported."""
+"""Megatron-Core itself: what it saves computes the same in transformers, and it loads what is exported.
+
+Releases from 0.19 on save the arguments in another place.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 from itertools import islice
 from pathlib import Path
@@ -19,6 +23,7 @@ from manifests.errors import UserError
 from runner.config.schema import BatchOptions, DataOptions
 from runner.data.sequences import read_batches
 from tests.fast.reshard.formats.megatron.test_megatron import tensors_of
+from tests.interop.test_readers import part_of_interop
 from tests.process.torchrun import launch
 from tools.interop import HOME
 
@@ -27,6 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
 PYTHON = HOME / "megatron" / "bin" / "python"
 SCRIPT = Path(__file__).with_name("megatron_core.py")
 TOKENS = [[1, 5, 2, 7, 3, 0, 6, 4]]  # of the script
+OLDEST, NEWEST = "0.16", "0.19"
 _DENSE = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
     "num_key_value_heads": 2, "vocab_size": 39, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
@@ -56,9 +62,12 @@ if not PYTHON.exists():
     pytest.skip(f"{PYTHON} is not there: run make interop", allow_module_level=True)
 
 
-def core(*words: str | Path) -> None:
-    """Run megatron-core."""
-    ended = subprocess.run([PYTHON, SCRIPT, *words], capture_output=True, text=True, timeout=400, check=False)
+def core(*words: str | Path, release: str) -> None:
+    """Run a release of megatron-core: that of the environment, or the files of a newer one."""
+    env = dict(os.environ)
+    if release != OLDEST:
+        env["PYTHONPATH"] = str(part_of_interop(f"megatron-{release}"))
+    ended = subprocess.run([PYTHON, SCRIPT, *words], capture_output=True, text=True, timeout=400, check=False, env=env)
     assert ended.returncode == 0, ended.stderr[-2000:]
 
 
@@ -77,21 +86,27 @@ def assert_holds(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "pp"),
+    ("name", "tp", "pp", "release"),
     [
-        ("llama", 2, 2),
-        ("llama", 1, 1),
-        ("qwen3", 2, 1),
-        ("qwen3-moe", 1, 2),
-        ("deepseek-v3", 1, 1),
-        ("deepseek-v3", 2, 2),
+        ("llama", 2, 2, OLDEST),
+        ("llama", 1, 1, OLDEST),
+        ("qwen3", 2, 1, OLDEST),
+        ("qwen3-moe", 1, 2, OLDEST),
+        ("deepseek-v3", 1, 1, OLDEST),
+        ("deepseek-v3", 2, 2, OLDEST),
+        ("llama", 2, 2, NEWEST),
+        ("qwen3-moe", 1, 1, NEWEST),
+        ("deepseek-v3", 2, 2, NEWEST),
     ],
 )
-def test_megatron_core_and_transformers_compute_the_same(tmp_path: Path, name: str, tp: int, pp: int) -> None:
+def test_megatron_core_and_transformers_compute_the_same(
+    tmp_path: Path, name: str, tp: int, pp: int, release: str
+) -> None:
     config, saved, ours = tmp_path / "config.json", tmp_path / "saved", tmp_path / "ours"
     config.write_text(json.dumps(MODELS[name]))
-    core("save", config, saved, "--tp", str(tp), "--pp", str(pp))
-    core("logits", config, saved, tmp_path / "theirs.json")
+    core("save", config, saved, "--tp", str(tp), "--pp", str(pp), release=release)
+    assert (saved / "common.pt").exists() == (release == OLDEST)
+    core("logits", config, saved, tmp_path / "theirs.json", release=release)
     theirs = torch.tensor(json.loads((tmp_path / "theirs.json").read_text()))
 
     (saved / "config.json").write_text(config.read_text())
@@ -102,10 +117,10 @@ def test_megatron_core_and_transformers_compute_the_same(tmp_path: Path, name: s
     reshard.export(tmp_path / "packed", ours, to="megatron")
     exported = ours / "release"
     assert_holds(tensors_of(exported), tensors_of(saved), vocab=MODELS[name]["vocab_size"])
-    core("logits", config, exported, tmp_path / "again.json")
+    core("logits", config, exported, tmp_path / "again.json", release=release)
     assert json.loads((tmp_path / "again.json").read_text()) == theirs.tolist()
     if tp * pp > 1:  # no logits: that its strict loader takes every tensor
-        core("logits", config, exported, tmp_path / "none.json", "--tp", str(tp), "--pp", str(pp))
+        core("logits", config, exported, tmp_path / "none.json", "--tp", str(tp), "--pp", str(pp), release=release)
 
 
 def trained(place: Path, name: str, *words: str | Path, segments: list[tuple[int, int]] | None = None) -> list[float]:
@@ -122,7 +137,7 @@ def trained(place: Path, name: str, *words: str | Path, segments: list[tuple[int
             data += [[one.tokens.tolist(), one.labels.tolist()] for one in islice(read, count)]
         (place / "data.json").write_text(json.dumps(data))
         words = (*words, "--data", place / "data.json")
-    core("train", place / "config.json", place / "saved", place / "losses.json", *words)
+    core("train", place / "config.json", place / "saved", place / "losses.json", *words, release=OLDEST)
     losses: list[float] = json.loads((place / "losses.json").read_text())
     return losses
 
