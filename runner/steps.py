@@ -25,10 +25,16 @@ from runner.data.read_ahead import GroupExchange, ReadAhead
 from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
-from runner.distributed.fail_together import errors_of_rank, from_all_ranks, from_rank_0, raise_on_all_ranks
+from runner.distributed.fail_together import (
+    errors_of_rank,
+    from_all_ranks,
+    from_rank_0,
+    raise_on_all_ranks,
+    reading_on_rank,
+)
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer, Watchdog
-from runner.evaluation.evaluate import check_same_data, cut_as, mean_loss, reading
+from runner.evaluation.evaluate import check_same_data, cut_as, mean_loss
 from runner.metrics.gauges import peak_memory_nbytes
 from runner.metrics.metrics import Metrics, StepTimes
 from runner.pipeline.heads import of_evaluation
@@ -99,7 +105,7 @@ def evaluate(ready: Ready) -> tuple[float, int, int | None]:
         )
     loss, num_tokens = mean_loss(
         lambda batch: eval_counted(ready.engine, rows := ready.rows_of(batch), cut_as(batch_share, rows)),
-        reading(batches, ready.mesh.rank),
+        reading_on_rank(ready.mesh.rank, batches),
         "--eval-data",
     )
     return loss, num_tokens, skipped.count if options.eval_data.skip_bad_documents else None

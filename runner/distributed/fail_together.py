@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import resource
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -126,20 +126,21 @@ def check_same_option(flag: str, value: object) -> None:
 
 
 @contextmanager
-def errors_of_rank(rank: int, shared: tuple[type[UserError], ...] = ()) -> Iterator[None]:
-    """Run a block without collectives, where `raise_on_all_ranks` would cost too much; errors name the rank.
-
-    Those of `shared` types are raised as they are: every rank meets them at the same place.
-    """
+def errors_of_rank(rank: int) -> Iterator[None]:
+    """Run a block without collectives, where `raise_on_all_ranks` would cost too much; errors name the rank."""
     try:
         yield
-    except shared:
-        raise
     except UserError as error:
         placed = error.on_rank(rank_label(rank))
         local = OneRankError(placed.where, error.problem, error.hint, code=error.code)
         local.exit_code, local.is_elsewhere, local.is_placed = code_of(error), error.is_elsewhere, True
         raise local from error
+
+
+def reading_on_rank(rank: int, items: Iterable[T]) -> Iterator[T]:
+    """Yield what a rank reads; errors of reading it name the rank."""
+    with errors_of_rank(rank):
+        yield from items
 
 
 def exhausted(error: BaseException) -> ExhaustedError | None:

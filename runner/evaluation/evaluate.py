@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -23,13 +23,14 @@ from runner.checkpoint.data_position import check_same_files, digests_of
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import SYNTHETIC, BatchOptions, ComputeOptions, DataOptions
-from runner.data.rows import BadDocumentError, Skipped, log_skipped
+from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, Rows, read_once, rows_of
 from runner.distributed.fail_together import (
     errors_of_rank,
     from_all_ranks,
     from_rank_0,
     raise_on_all_ranks,
+    reading_on_rank,
     to_first_rank,
 )
 from runner.distributed.rank_process import run_rank
@@ -115,7 +116,7 @@ def loss_over(
     rows, sums = Rows(number=mesh.data_rank, count=degrees.replicate), list[tuple[float, int]]()
     with ExitStack() as stack:
         file: Scores | None = None
-        for batch in reading(batches, world.rank):
+        for batch in reading_on_rank(world.rank, batches):
             schedule.evaluate(rows_of(batch, rows), cut_as(sizes, batch))
             sums_here, recorded = scores.take()
             sums += [part for of_rank in from_all_ranks(sums_here) for part in of_rank]
@@ -131,12 +132,6 @@ def loss_over(
         with raise_on_all_ranks("scores"):
             stack.close()
     return loss, num_tokens
-
-
-def reading(batches: Iterable[Batch], rank: int) -> Iterator[Batch]:
-    """Yield batches that every rank reads; errors name the rank, but not those of a document, which all ranks raise."""
-    with errors_of_rank(rank, shared=(BadDocumentError,)):
-        yield from batches
 
 
 def check_same_data(flag: str, data: DataOptions) -> None:
