@@ -84,7 +84,8 @@ class StageOfAny(nn.Module):
         self.embedding = (model.get_submodule(names[entry.inputs[0]]),)  # in a tuple, which registers no module
         if entry.inputs[-1] not in owned:
             for name, part in list(model.named_modules()):
-                if isinstance(part, nn.Dropout) and not name.startswith(f"{layers}."):
+                is_of_module = name.startswith(f"{layers}.") or name.endswith(".lora_dropout")
+                if isinstance(part, nn.Dropout) and not is_of_module:
                     model.set_submodule(name, nn.Identity())
         if not self._takes_tokens and not self._takes_embedded:
             listed[0].register_forward_pre_hook(self._enter, with_kwargs=True)

@@ -18,7 +18,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.olmo.modeling_olmo import OlmoDecoderLayer
 
 from manifests.errors import ModelError, UserError
+from manifests.models.adapters import ALL_LINEAR
 from manifests.models.catalogue import CatalogueEntry, catalogued, entry_of, make_entry
+from runner.config.lora import LoraOptions
 from runner.config.schema import ComputeOptions, Dtype
 from runner.models import family_for, generic
 from runner.models.generic import Generic
@@ -295,6 +297,16 @@ def test_dropout_draws_the_same_numbers_in_stages(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ModelError) as caught:
         check(family, 2, 2)
     assert caught.value.code == "model.self-check-failed"
+
+
+def test_dropout_of_an_adapter_outside_of_the_layers_is_drawn_in_its_stage() -> None:
+    family = family_for(read_config("tiny-opt", word_embed_proj_dim=16), max_seq_len=8)
+    assert isinstance(family, Generic)
+    lora = LoraOptions(rank=2, alpha=4.0, target=ALL_LINEAR, experts=False, dropout=0.5, is_rank_scaled=False)
+    family.add_adapters(lora)
+    assert family.adapters is not None
+    assert "model.decoder.project_out" in family.adapters.linear
+    check(family, len(family.modules) // 2)
 
 
 def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic]) -> None:
