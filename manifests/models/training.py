@@ -50,7 +50,7 @@ def check_expert_degree(experts: Mapping[str, int], degree: int, where: str | Pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DtypePolicy:
-    """Bytes of an element in the compute dtype, in that of master weights and optimizer state, and of reduction."""
+    """Bytes of an element in the compute dtype, in that of masters, gradients and optimizer state, and of reduction."""
 
     name: str
     compute: int

@@ -5,9 +5,10 @@ combination].
 
 # Note [One reduction a step]
 Schedules run backwards microbatch by microbatch, some in two parts, and none of torch's own hooks is right for all of
-them. So gradients are accumulated locally while a schedule runs. When it has ended, `reduce_gradients` makes FSDP
-reduce-scatter them, and all-reduces over replicas those that are not sharded: once per step, by sum, because the loss
-is already the mean over the valid tokens of all ranks (Note [Loss over tokens]).
+them. So gradients are accumulated locally while a schedule runs, in the dtype of masters. When it has ended,
+`reduce_gradients` makes FSDP reduce-scatter them, and all-reduces over replicas those that are not sharded: once per
+step, in the dtype of the reduction, by sum, because the loss is already the mean over the valid tokens of all ranks
+(Note [Loss over tokens]).
 
 # Note [Tensor parallelism]
 Matrices are sharded as in Megatron: the first of a block column-wise, so that each rank has whole heads or hidden
@@ -85,7 +86,7 @@ class Parallel:
         The gradients of tied weights are summed after this, so that replicas are bitwise equal on all stages.
         """
         for root in self._roots():
-            _reduce_sharded(root)
+            _reduce_sharded(root, self.reduce_dtype)
         degrees = self.mesh.degrees
         if degrees.tensor > 1:
             of_heads = (parameter for chunk in self.chunks for parameter in summed_over_heads(chunk))
@@ -141,8 +142,9 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     check_float32(chunk.family.architecture, exact, compute, mesh.degrees)
     dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters or chunk.dtypes else None
     # What stages compute in float32 stays so: parameters as the family has them, and the inputs of layers.
+    # FSDP accumulates in its reduce_dtype, too: `_reduce_sharded` sets that of the reduction alone.
     policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.reduce_dtype], cast_forward_inputs=False
+        param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.master_dtype], cast_forward_inputs=False
     )
     around = (REPLICATE,) if mesh.degrees.replicate > 1 else ()
     experts = [module for module in chunk.body.modules() if any(map(_is_expert, module.parameters(recurse=False)))]
@@ -196,7 +198,7 @@ def _expert_placement(degrees: ParallelDims, parameter: nn.Parameter) -> Shard |
     return next((Shard(dim) for dim, size in enumerate(sizes) if size % degrees.expert_fsdp == 0), None)
 
 
-def _reduce_sharded(root: FSDPModule) -> None:
+def _reduce_sharded(root: FSDPModule, dtype: torch.dtype) -> None:
     """Reduce-scatter gradients, as torch does when a backward ends; see Note [One reduction a step].
 
     Source: `perform_reduce_grad` in torch/distributed/pipelining/stage.py, torch 2.13; its parts are in 2.15, too.
@@ -207,12 +209,14 @@ def _reduce_sharded(root: FSDPModule) -> None:
     # torch's own zeros have the dtype of computation, and it reduces no group of parameters with two dtypes.
     _accumulate(root, adds_zeros=True)
     for group in _groups_of(root):
+        if group.mesh_info.mesh.size() > 1:  # a rank alone has its gradients as they are
+            group._reduce_dtype = dtype
         group.post_backward()
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
 def _accumulate(root: nn.Module | FSDPModule, *, adds_zeros: bool = False) -> None:
-    """Add gradients to those before in the dtype of the reduction, as torch does when a whole backward has ended."""
+    """Add gradients to those before in the dtype of masters, as torch does when a whole backward has ended."""
     for parameter in (parameter for group in _groups_of(root) for parameter in group.fsdp_params):
         unsharded = getattr(parameter, "_unsharded_param", None)  # None: never gathered
         if unsharded is None or not unsharded.requires_grad:

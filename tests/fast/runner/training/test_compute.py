@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 
@@ -207,18 +208,28 @@ def test_gradients_of_microbatches_are_added_up_in_float32(folder: Path) -> None
     chunks, schedule = build(folder, MIXED)
     schedule.train(padded_batch(0, size=4))
     found = {fqn: gradient.clone() for fqn, gradient in gradients_of(chunks).items()}
-    parts: list[Mapping[str, torch.Tensor]] = []
-    batch = padded_batch(0, size=4)
-    for rows in (slice(0, 2), slice(2, 4)):
-        one, _ = build(folder, HALF)
-        loss = torch.nn.functional.cross_entropy(
-            one[0].body(batch.tokens[rows]).flatten(0, 1).float(), batch.labels[rows].flatten(), reduction="sum"
-        )
+    check_equal(found, add_up(folder, MIXED, 0, BATCH.microbatch))
+
+
+def add_up(folder: Path, compute: ComputeOptions, step: int, microbatch: int) -> Mapping[str, torch.Tensor]:
+    """Add up, in the dtype of masters, the gradients that autograd alone computes of each microbatch."""
+    alike, master = replace(compute, master_dtype=compute.dtype), DTYPES[compute.master_dtype]
+    batch, gradients = padded_batch(step, size=BATCH.global_batch), list[Mapping[str, torch.Tensor]]()
+    for begin in range(0, BATCH.global_batch, microbatch):
+        chunks, _ = build(folder, alike)
+        rows = batch.rows(begin, microbatch)
+        logits = chunks[0].body(rows.tokens).flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(logits, rows.labels.flatten(), reduction="sum")
         torch.autograd.backward(loss / batch.num_tokens)
-        parts.append(gradients_of(one))
-    for fqn, gradient in found.items():
-        assert gradient.dtype == torch.float32
-        assert torch.equal(gradient, parts[0][fqn].float() + parts[1][fqn].float()), fqn
+        gradients.append(gradients_of(chunks))
+    return {fqn: reduce(torch.add, [part[fqn].to(master) for part in gradients]) for fqn in gradients[0]}
+
+
+def check_equal(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert gradients.keys() == expected.keys()
+    for fqn, gradient in expected.items():
+        assert gradients[fqn].dtype == gradient.dtype
+        assert torch.equal(gradients[fqn], gradient), fqn
 
 
 def test_masters_take_the_steps_that_torch_takes_in_float32(folder: Path) -> None:
@@ -272,25 +283,44 @@ def test_masters_get_the_gradients_of_fsdps_mixed_precision(folder: Path, alone:
 def test_split_backwards_accumulate_shards_in_float32(folder: Path, alone: DeviceMesh, backward: str) -> None:
     """Where several second parts follow each other, too: the gradients are those of whole backwards, bit by bit."""
     assert alone.size() == 1
-    expected, found = (gradients_of_shards(folder, kinds) for kinds in ("BBBB", backward))
-    assert expected.keys() == found.keys()
-    for fqn, gradient in expected.items():
-        assert torch.equal(found[fqn], gradient), fqn
+    check_equal(*(gradients_of_shards(folder, MIXED, backward=kinds) for kinds in (backward, "BBBB")))
 
 
-def gradients_of_shards(folder: Path, backward: str) -> Mapping[str, torch.Tensor]:
-    """Run microbatches through two stages that FSDP shards; `backward` has the kinds of the last one's actions."""
+# Gradients are reduced in another dtype than that of masters.
+REDUCED: Mapping[str, ComputeOptions] = {
+    "mixed": replace(MIXED, reduce_dtype="bf16"),
+    "fp32": ComputeOptions(reduce_dtype="bf16"),
+    "bf16": HALF,
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_shards_accumulate_in_the_dtype_of_masters(folder: Path, alone: DeviceMesh, name: str) -> None:
+    """A rank alone reduces nothing, and rounds nothing to the dtype of the reduction."""
+    assert alone.size() == 1
+    check_equal(gradients_of_shards(folder, REDUCED[name]), add_up(folder, REDUCED[name], 0, 1))
+
+
+def gradients_of_shards(
+    folder: Path, compute: ComputeOptions, step: int = 0, backward: str = "BBBB"
+) -> Mapping[str, torch.Tensor]:
+    """Run microbatches of one row through two stages that FSDP shards over all ranks.
+
+    `backward` has the kinds of the last stage's actions.
+    """
     family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
     stage_modules = split_evenly(family.modules, 2)
     chunks, options = build_chunks(family, stage_modules, range(2)), replace(BATCH, microbatch=1)
-    fill(chunks, folder)
+    dtype, master, reduced = (DTYPES[name] for name in (compute.dtype, compute.master_dtype, compute.reduce_dtype))
+    fill(chunks, folder, master)
+    sizes = (1, 1, dist.get_world_size(), 1)
     mesh = Mesh(
         degrees=ParallelDims(pipeline=1, shard=2),
-        rank=0,
-        device_mesh=init_device_mesh("cpu", (1, 1, 1, 1), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
+        rank=dist.get_rank(),
+        device_mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
     )
     for chunk in chunks:
-        parallelize(chunk, mesh, MIXED)
+        parallelize(chunk, mesh, compute)
     microbatches = range(options.num_microbatches)
     actions = [Action(stage=stage, kind="F", microbatch=number) for stage in range(2) for number in microbatches]
     counts: Counter[str] = Counter()
@@ -300,10 +330,11 @@ def gradients_of_shards(folder: Path, backward: str) -> Mapping[str, torch.Tenso
     actions += (Action(stage=0, kind="B", microbatch=number) for number in microbatches)
     placement = Placement(num_stages=2, num_ranks=1)
     table = lower(Table(placement=placement, num_microbatches=len(microbatches), ranks=(tuple(actions),)))
-    metadata = plan_stage_metadata(family, stage_modules, torch.bfloat16)
-    pipeline = Pipeline(Timetable(name="split", placement=placement, file=table), chunks, metadata, options)
-    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=torch.float32, dtype=torch.float32)
+    metadata = plan_stage_metadata(family, stage_modules, dtype)
+    timetable = Timetable(name="split", placement=placement, file=table)
+    pipeline = Pipeline(timetable, chunks, metadata, options, mesh.pipeline)
+    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduced, dtype=master)
     parallel.defer_gradient_sync()
-    pipeline.train(padded_batch(0, size=options.global_batch))
+    pipeline.train(padded_batch(step, size=options.global_batch))
     parallel.reduce_gradients()
     return {fqn: local_of(gradient) for fqn, gradient in gradients_of(chunks).items()}
