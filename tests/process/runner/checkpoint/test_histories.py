@@ -21,6 +21,22 @@ from tests.process.local_jobs import forked_runner
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import started
 
+SLOW_DISK = """
+import os
+import time
+
+from runner.train import main
+
+replace = os.replace
+
+def replace_later(source, target):
+    time.sleep(2 if str(target).endswith("manifest.json") else 0)
+    replace(source, target)
+
+os.replace = replace_later
+main()
+"""
+
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -103,10 +119,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pack(source, folder / "packed", "pp=1")
 
 
-def train(packed: Path, place: Path, *words: str | Path) -> tuple[int | None, list[str]]:
+def train(
+    packed: Path, place: Path, *words: str | Path, script: str | Path = "../../runner/train.py"
+) -> tuple[int | None, list[str]]:
     """Train one step and save the weights; return the exit code and the errors' codes."""
     fixed = ("--data", "synthetic", "--seq-len", "16", "--steps", "1", "--log-dir", place, "--save", place / "trained")
-    with started(1, "../../runner/train.py", packed / "manifest.json", *fixed, *words) as (rank,):
+    with started(1, str(script), packed / "manifest.json", *fixed, *words) as (rank,):
         code, said = rank.wait(60), rank.said
     return code, re.findall(r"^error: .*\[([\w.-]+)\]$", said, re.MULTILINE)
 
@@ -118,6 +136,17 @@ def test_weights_are_saved_although_the_evaluation_fails(packed: Path, tmp_path:
     code, codes = train(packed, tmp_path, "--eval-data", text)
     assert (code, codes) == (3, ["data.not-json"])
     assert reshard("verify", tmp_path / "trained").code == 0
+
+
+def test_checkpoint_that_is_being_saved_is_finished_although_the_evaluation_fails(packed: Path, tmp_path: Path) -> None:
+    text, script, history = tmp_path / "text.jsonl", tmp_path / "slow.py", tmp_path / "history"
+    write_documents(text, [[1, 2, 3]])
+    text.write_text(text.read_text() + "\nno JSON\n")
+    script.write_text(SLOW_DISK)
+    saving = ("--checkpoint", history, "--checkpoint-every", "1", "--eval-every", "1", "--steps", "2")
+    code, codes = train(packed, tmp_path, "--eval-data", text, *saving, script=script)
+    assert (code, codes) == (3, ["data.not-json"])
+    assert reshard("verify", checkpoint_path(history, 1)).code == 0
 
 
 @pytest.mark.parametrize("adapters", [(), ("--lora-rank", "2")])
