@@ -459,8 +459,9 @@ def test_rank_that_waits_for_numbers_of_others_on_a_gpu_is_known_to_wait(
         assert not watchdog._doing(thread)[1]
         for wait in (partial(totals.reduce_loss, 1.0, 1.0), torch.cuda.synchronize):
             waiting = pool.submit(wait)
-            time.sleep(0.5)
-            doing = watchdog._doing(thread)
+            until_s = time.monotonic() + 20
+            while not (doing := watchdog._doing(thread))[1] and time.monotonic() < until_s:
+                time.sleep(0.01)
             numbers.put([[1.0, 1.0]])
             waiting.result(timeout=10)
             assert doing[1], doing
