@@ -111,7 +111,7 @@ class LocalReader:
                 problem = f"cannot be read at byte {position}"
                 raise refused_by_system(str(self._path), error, problem, code="store.unreadable") from error
             if num_read == 0:
-                raise SourceError(
+                raise ChangedError(
                     str(self._path),
                     f"unexpected end of file at byte {position}",
                     "the file was truncated after its header was read",

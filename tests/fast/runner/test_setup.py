@@ -8,6 +8,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -147,19 +148,24 @@ def test_node_with_an_outdated_copy_or_a_faulty_disk_does_not_start_from_an_olde
     assert error.value.code == code
 
 
-def test_checkpoint_whose_permissions_somebody_changes_meanwhile_is_read_by_the_next_attempt(
-    packed: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change",
+    [lambda path: os.chmod(path, 0o640), lambda path: os.truncate(path, 4096)],  # as `cp` does to what it replaces
+    ids=["chmod", "truncate"],
+)
+def test_checkpoint_that_somebody_changes_meanwhile_is_read_by_the_next_attempt(
+    change: Callable[[str], None], packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newest, preadv = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1"), os.preadv
 
-    def preadv_and_chmod(descriptor: int, *args: Any) -> int:
+    def preadv_and_change(descriptor: int, *args: Any) -> int:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
         if path.startswith(f"{newest}/") and path.endswith(".safetensors"):
             time.sleep(0.02)  # the kernel's clock has ticked
-            os.chmod(path, 0o640)
+            change(path)
         return preadv(descriptor, *args)
 
-    monkeypatch.setattr(os, "preadv", preadv_and_chmod)
+    monkeypatch.setattr(os, "preadv", preadv_and_change)
     with pytest.raises(InputError) as error:
         start(packed, newest, packed, flags=("--no-self-check",))
     assert (error.value.code, code_of(error.value)) == ("source.changed", 5)
