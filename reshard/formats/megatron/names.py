@@ -17,6 +17,7 @@ from stores.open import open_below
 
 COMMON_NAME = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"  # in its place since megatron-core 0.19: an object, in a .distcp file
+INTEGRITY_NAME = "integrity.json"  # digests of the other files; later releases write it with verify_integrity=True
 MARK = {  # what the file that Megatron-Core writes last says
     "sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch",
     "common_backend_version": 1,

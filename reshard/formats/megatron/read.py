@@ -20,7 +20,7 @@ from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_
 from reshard.formats.auxiliary import auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
-from reshard.formats.megatron.names import COMMON_ENTRY, COMMON_NAME, EMBEDDING, MARK, Common
+from reshard.formats.megatron.names import COMMON_ENTRY, COMMON_NAME, EMBEDDING, INTEGRITY_NAME, MARK, Common
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
@@ -67,7 +67,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     data = [name for name in files if name.endswith(DATA_SUFFIX)]
     auxiliary = (
         AuxiliaryAt(path=CONFIG_NAME, file=config.file),
-        *auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, CONFIG_NAME, *data}),
+        *auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, INTEGRITY_NAME, CONFIG_NAME, *data}),
     )
     left_out = _left_out(saved, common, is_trained=trained is not None)
     return replace(model.checkpoint(folder, data, auxiliary, left_out), moments=moments, trained=trained)

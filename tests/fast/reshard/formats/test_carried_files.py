@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import tracemalloc
@@ -144,6 +145,20 @@ def test_other_weights_and_records_of_training_beside_a_checkpoint_are_left_out(
     assert all(f"left out: {name} " in ended.err for name in names)
     assert files_in(packed).keys() == files_in(tmp_path / "expected").keys()
     assert reshard("verify", packed).code == 0
+
+
+def test_digests_of_a_megatron_checkpoint_are_left_out(tmp_path: Path) -> None:
+    """As `dist_checkpointing.save(verify_integrity=True)` writes them; its loader refuses other files beside them."""
+    source = source_of("megatron", tmp_path)
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in source.iterdir()}
+    (source / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": digests}))
+    packed = tmp_path / "packed"
+    assert reshard("pack", source, "--layout", "pp=2", "--out", packed).code == 0
+    for target in ("hf", "megatron"):
+        assert reshard("export", packed, "--to", target, "--out", tmp_path / target).code == 0
+    names = [name for out in ("packed", "hf", "megatron") for name in files_in(tmp_path / out)]
+    assert "iter_0000001/config.json" in names
+    assert not [name for name in names if "integrity.json" in name]
 
 
 def test_optimizer_state_of_the_trainer_of_transformers_is_said_to_be_left_out(source: Path, tmp_path: Path) -> None:
