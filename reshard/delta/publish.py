@@ -8,10 +8,10 @@ are spooled to disk, since a header needs their sizes, and comes first. Memory: 
 from __future__ import annotations
 
 import shutil
-import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast, get_args
@@ -27,19 +27,19 @@ from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
 from reshard.copy.parallelism import Parallelism
-from reshard.copy.runs import ByteCounter, Progress, counting
+from reshard.copy.runs import Progress, counting
 from reshard.delta.copies import check_copy
+from reshard.delta.differences import Difference, compare_states
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
-from reshard.formats.delta.codec import Encoder, check_packages
+from reshard.formats.delta.codec import check_packages
 from reshard.formats.delta.read import check_files, check_state, open_version, other_base, with_header_digests
 from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
 from reshard.plans.pack_plan import OutputShard, lay_out_root, with_header
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, check_digest
+from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import are_of_one_kind
-from reshard.tensors.lazy import read_blocks
 from reshard.tensors.source_index import new_header_text
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint
 from reshard.transforms.quantize import forget_source
@@ -48,10 +48,9 @@ from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.folders.lock import locking
 from stores.folders.publish import writing_to
-from stores.local import LocalFile, LocalFolder
+from stores.local import LocalFolder
 from stores.open import Address, open_store
 from stores.versions import check_chain
-from stores.workers import Take, share_out
 
 _SPOOL_NAME = ".publish.spool"
 _TMPDIR = ("TMPDIR", "set TMPDIR to a folder on a larger disk")  # where the spool of a chain at an address is
@@ -212,8 +211,8 @@ class _Publisher:
         pairs = [(old.tensors[name], tensor) for name, tensor in new.tensors.items()]
         unread = [(a, b) for a, b in pairs if a.blake3 is None or b.blake3 is None or a.blake3 != b.blake3]
         counter = counting(progress, sum(2 * tensor.nbytes for _, tensor in unread))
-        with writing_to(*(_TMPDIR if is_url(self.chain) else (str(self.chain),))):
-            differences = _compare_states(unread, spool, self.parallelism, counter)
+        writing = partial(writing_to, *(_TMPDIR if is_url(self.chain) else (str(self.chain),)))
+        differences = compare_states(unread, spool, writing, self.parallelism, counter)
         before = [differences[a.name].old if a.name in differences else a for a, _ in pairs]
         after = [differences[b.name].new if b.name in differences else b for _, b in pairs]
         base_state, state = state_digest(before), state_digest(after)
@@ -260,52 +259,7 @@ class _Publisher:
         return open_target(self.place, shards, force=force, find_owned=_files_of, wanted=wanted, is_reserved=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Difference:
-    """Both states of a tensor, with digests, and the compressed difference, unless they are equal."""
-
-    old: TensorAt
-    new: TensorAt
-    stored: TensorAt | None
-    num_changed: int
-
-
-def _compare_states(
-    pairs: Sequence[tuple[TensorAt, TensorAt]], spool: Path, parallelism: Parallelism, progress: ByteCounter
-) -> dict[str, _Difference]:
-    """Read both states of tensors, in several threads, and spool the differences; return them in that order."""
-    differences: dict[str, _Difference] = {}
-
-    def compare(take: Take[tuple[TensorAt, TensorAt]], stop: threading.Event) -> None:
-        path = spool / f"{threading.get_ident()}.zst"
-        with open(path, "ab") as file:
-            while not stop.is_set() and (pair := take()) is not None:
-                old, new = pair
-                begin, encoder = file.tell(), Encoder(new.nbytes, file.write)
-                blocks = (read_blocks(replace(tensor, blake3=None)) for tensor in pair)  # the encoder hashes them
-                for before, after in zip(*blocks, strict=True):
-                    if stop.is_set():
-                        return
-                    encoder.add(before, after)
-                    progress(len(before) + len(after))
-                digests = encoder.finish()
-                for tensor, digest in zip(pair, digests, strict=True):
-                    check_digest(tensor, digest.hex())
-                nbytes = file.tell() - begin
-                differences[new.name] = _Difference(
-                    old=replace(old, blake3=digests[0]),
-                    new=replace(new, blake3=digests[1]),
-                    stored=TensorAt(new.name, "U8", (nbytes,), LocalFile(path, may_change=True), begin, nbytes)
-                    if nbytes
-                    else None,
-                    num_changed=encoder.num_changed,
-                )
-
-    share_out(pairs, compare, parallelism.threads_for(len(pairs)))
-    return {new.name: differences[new.name] for _, new in pairs}
-
-
-def _delta_shards(differences: Sequence[_Difference]) -> list[OutputShard]:
+def _delta_shards(differences: Sequence[Difference]) -> list[OutputShard]:
     digests = {difference.new.name: difference.new.digest or "" for difference in differences}
     stored = [difference.stored for difference in differences if difference.stored is not None]
     runs = split_by_size(stored, lambda tensor: max(tensor.nbytes, _LEAST_NBYTES), MAX_SHARD_NBYTES)
