@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 
-from manifests.errors import OutputError, SourceError
+from manifests.errors import OutputError, SourceError, system_errors
 from manifests.index import INDEX_NAME
 from manifests.models.config import CONFIG_NAME
+from manifests.paths import is_file
 from manifests.versions import VERSION_INDEX
 from stores.base import Folder
 from stores.local import LocalFolder
@@ -21,7 +22,9 @@ def numbers_in(folder: Folder) -> tuple[int, ...]:
             entries = []
         except OSError as error:
             raise SourceError(str(folder), f"cannot be listed: {error.strerror}", code="source.not-a-folder") from error
-        names = [f"{name}/{INDEX_NAME}" for name in entries if (folder.path / name / INDEX_NAME).is_file()]
+        names = [name for entry in entries if VERSION_INDEX.fullmatch(name := f"{entry}/{INDEX_NAME}")]
+        with system_errors(folder, code="store.unreadable", names_file=True):
+            names = [name for name in names if is_file(folder.path / name)]
     else:
         names = list(folder.names())
     return tuple(sorted(int(match[1]) for match in map(VERSION_INDEX.fullmatch, names) if match))

@@ -11,6 +11,7 @@ import shutil
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -631,6 +632,22 @@ def test_error_of_a_callback_is_none_of_the_disk(
     with pytest.raises(BrokenPipeError):
         reshard.publish_delta(states / "v2", chain, full=is_full, progress=progress)
     assert not (tmp_path / "chain" / "weight_v000002" / INDEX).exists()
+
+
+def test_chain_may_have_folders_that_this_user_may_not_search(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as `lost+found`; root may search all."""
+    closed, stat = tmp_path / "lost+found", os.stat
+    closed.mkdir()
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(f"{closed}/"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert [reshard.publish_delta(published[0] / name, tmp_path).number for name in ("v1", "v2")] == [1, 2]
 
 
 def test_late_joiner_reads_the_base_and_the_deltas_once(tmp_path: Path) -> None:

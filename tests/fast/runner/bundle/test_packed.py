@@ -10,9 +10,12 @@ import pytest
 
 from manifests.errors import UnreachableError
 from manifests.store import open_shard
+from manifests.versions import folder_of
 from runner.bundle.packed import open_packed
 from stores.folders.owned import check_ours, write_record
+from stores.local import LocalFolder
 from stores.open import open_manifest
+from stores.versions import numbers_in
 from tests.builders import llama_config, pack, weights_path, write_model
 
 
@@ -75,3 +78,19 @@ def test_record_of_whose_a_folder_is_that_a_failing_disk_does_not_show_is_not_mi
     fail(tmp_path / ".journal", monkeypatch)
     with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
         check_ours(tmp_path, lambda _: None)
+
+
+@pytest.mark.usefixtures("python_3_14")
+def test_version_of_a_chain_that_a_failing_disk_does_not_show_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receivers would get an older one."""
+    indexes = [tmp_path / folder_of(number) / "model.safetensors.index.json" for number in (1, 2)]
+    for index in indexes:
+        index.parent.mkdir()
+        index.touch()
+    assert numbers_in(LocalFolder(tmp_path)) == (1, 2)
+    fail(indexes[1], monkeypatch)
+    with pytest.raises(UnreachableError) as error:
+        numbers_in(LocalFolder(tmp_path))
+    assert (error.value.code, error.value.where) == ("store.unreadable", str(indexes[1]))
