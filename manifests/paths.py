@@ -75,13 +75,13 @@ def problem_with_path(path: str) -> str | None:
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
-def status_of(path: Path) -> os.stat_result | None:
+def status_of(path: Path, *, follows_links: bool = True) -> os.stat_result | None:
     """Return the status of a file or folder; None if there is none.
 
     A disk that fails raises OSError: from Python 3.14 on, `exists`, `is_file` and `is_dir` of a path return False then.
     """
     try:
-        return os.stat(path)
+        return os.stat(path, follow_symlinks=follows_links)
     except ValueError:  # no file can have such a name
         return None
     except OSError as error:

@@ -34,16 +34,21 @@ def open_store(address: str) -> Folder:
         from stores.objects.store import open_objects
 
         return open_objects(address)
-    hub_address = None if Path(address).exists() else parse_hub_address(address)
+    hub_address = None if _is_here(Path(address)) else parse_hub_address(address)
     if hub_address is None:
         return LocalFolder(Path(address))
-    if hub_address.is_bare and os.path.lexists(parent := address.partition("/")[0]):
+    if hub_address.is_bare and _is_here(Path(parent := address.partition("/")[0]), follows_links=False):
         problem = f"no such folder, though {parent} is on this machine"
         hint = f"check the path; a repository of the hub would be {hub_address}"
         raise SourceError(address, problem, hint, code="source.not-a-folder")
     from stores.hub.store import open_hub
 
     return open_hub(hub_address)
+
+
+def _is_here(path: Path, *, follows_links: bool = True) -> bool:
+    with system_errors(path, code="store.unreadable"):
+        return status_of(path, follows_links=follows_links) is not None
 
 
 def open_below(address: str, folder: Folder, name: str) -> Folder:

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from manifests.command.interpreter import collector_paused
-from manifests.errors import ModelError, Parameter, UsageError, refused_by_system
+from manifests.errors import ModelError, Parameter, UsageError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME
 from manifests.jsontext import kind_of
 from manifests.models import ModelShape, architecture_of, check_experts, check_readable, is_sized_by_files, model_shape
 from manifests.models.config import CONFIG_DTYPES, CONFIG_NAME
 from manifests.models.shape import description_problems
+from manifests.paths import is_file
 from manifests.safetensors import nbytes_of
 from manifests.schema import ModelDescription, Source
 from manifests.store import links_out_of, read_config
@@ -110,7 +111,10 @@ def names_manifest(source: str) -> bool:
 def _is_named(source: str) -> bool:
     """Return whether a source is a manifest, as far as that is known without a server."""
     path = Path(source)
-    return path.name == MANIFEST_NAME or (not is_url(source) and (path / MANIFEST_NAME).is_file())
+    if is_url(source) or path.name == MANIFEST_NAME:
+        return path.name == MANIFEST_NAME
+    with system_errors(path / MANIFEST_NAME, code="store.unreadable"):
+        return is_file(path / MANIFEST_NAME)
 
 
 CONFIG_ONLY = "config"  # kind of source

@@ -19,7 +19,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from manifests.errors import DataError
+from manifests.errors import DataError, system_errors
+from manifests.paths import status_of
 from manifests.store import read_config
 from runner.bundle.packed import TOKENIZER, check_tokenizer
 from runner.config.schema import FramingOptions
@@ -281,4 +282,5 @@ def _note(folder: Path, of_tokenizer: Frame, options: FramingOptions) -> str | N
 
 
 def _read(file: Path) -> Mapping[str, object]:
-    return read_config(file) if file.exists() else {}
+    with system_errors(file, code="store.unreadable"):
+        return {} if status_of(file) is None else read_config(file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import click
 import pytest
 
+from manifests.command.console import run_command
 from reshard.cli.command import cli
 from reshard.cli.options import Verb
 from tests.builders import EMBEDDING, HEAD, leftovers, llama_config, refusal, reshard, run, without_digest, write_model
@@ -101,9 +103,13 @@ def test_disk_that_refuses_a_shard_is_one_sentence_and_leaves_nothing(tmp_path: 
     assert leftovers(tmp_path / "out") == []
 
 
-def test_path_that_the_system_refuses_is_bad_input() -> None:
+def test_path_that_the_system_refuses_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
     name = "a" * 300
-    assert refusal("plan", name, "--layout", "pp=2").found == (3, "system.refused", f"{name}/manifest.json")
+    assert refusal("plan", name, "--layout", "pp=2").found == (3, "store.unreadable", f"{name}/manifest.json")
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: len(os.listdir(name)), is_json=True)
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (ended.value.code, error["code"], error["where"]) == (3, "system.refused", name)
 
 
 @pytest.mark.parametrize("verb", ["pack", "export", "plan"])

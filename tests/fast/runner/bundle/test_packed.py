@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from manifests.errors import UnreachableError
 from manifests.store import open_shard
 from manifests.versions import folder_of
 from runner.bundle.packed import open_packed
+from runner.data.tokenizer import special_id
 from stores.folders.owned import check_ours, write_record
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from stores.versions import numbers_in
-from tests.builders import llama_config, pack, weights_path, write_model
+from tests.builders import llama_config, pack, refusal, weights_path, write_model
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +44,17 @@ def python_3_14(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the disk fail where it is asked for a file or folder, though not for those below."""
-    stat = os.stat
 
-    def failing(name: str | Path, **options: object) -> os.stat_result:
-        if str(name) == str(path):
-            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(name))
-        return stat(name, **options)  # type: ignore[arg-type]
+    def failing(ask: Callable[..., os.stat_result]) -> Callable[..., os.stat_result]:
+        def status(name: str | Path, **options: object) -> os.stat_result:
+            if str(name) == str(path):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(name))
+            return ask(name, **options)
 
-    monkeypatch.setattr(os, "stat", failing)
+        return status
+
+    for name in ("stat", "lstat"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
 
 
 @pytest.mark.usefixtures("python_3_14")
@@ -94,3 +100,28 @@ def test_version_of_a_chain_that_a_failing_disk_does_not_show_is_not_missing(
     with pytest.raises(UnreachableError) as error:
         numbers_in(LocalFolder(tmp_path))
     assert (error.value.code, error.value.where) == ("store.unreadable", str(indexes[1]))
+
+
+@pytest.mark.usefixtures("python_3_14")
+@pytest.mark.parametrize("name", ["org/name/manifest.json", "org/name", "org"])
+def test_folder_that_a_failing_disk_does_not_show_is_no_repository_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """See Note [Kind of an address]."""
+    monkeypatch.chdir(tmp_path)
+    fail(Path(name), monkeypatch)
+    found = refusal("pack", "org/name", "--layout", "pp=1", "--out", "out").found
+    assert found == (3, "store.unreadable", name)
+
+
+@pytest.mark.usefixtures("python_3_14")
+def test_special_token_in_a_file_that_a_failing_disk_does_not_show_is_not_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, tokenizer = tmp_path / "config.json", Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    config.write_text('{"eos_token_id": 2}')
+    assert special_id(tmp_path, tokenizer, "eos") == 2
+    fail(config, monkeypatch)
+    with pytest.raises(UnreachableError) as error:
+        special_id(tmp_path, tokenizer, "eos")
+    assert (error.value.code, error.value.where) == ("store.unreadable", str(config))
