@@ -90,6 +90,7 @@ def export_json(done: ExportResult, form: str, out: Address) -> dict[str, Any]:
         "num_files": done.num_files,
         "nbytes": done.nbytes,
         "same_headers": done.identical,
+        "flags": done.flags,
         "casts": [{"from": before, "to": after, "num_tensors": num} for (before, after), num in done.casts.items()],
     }
 

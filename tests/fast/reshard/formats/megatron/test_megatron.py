@@ -455,7 +455,8 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
     state = "optimizer.state.exp_avg_sq.decoder.layers"
     assert torch.equal(moments["model.layers.1.mlp.up_proj.weight"], theirs[f"{state}.mlp.linear_fc1.weight"][1, 8:])
 
-    run("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "back")
+    done = run("export", tmp_path / "packed", "--to", "megatron", "--out", tmp_path / "back", "--json")
+    assert done.json["flags"].split()[:2] == ["--lr", "0.004"]
     ours = tensors_of(tmp_path / "back" / "iter_0000001")
     assert_equal({name: ours[name] for name in theirs}, theirs)
     assert (tmp_path / "back" / "latest_checkpointed_iteration.txt").read_text() == "1"
