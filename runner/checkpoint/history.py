@@ -153,8 +153,9 @@ def prune(
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
             if removed.is_symlink():
                 removed.unlink()
-            elif removed.exists():
-                remove_leftover(removed, _owned)
+            elif removed.exists() and not remove_leftover(removed, _owned):
+                logger.warning("%s: kept beyond --keep: another process writes to %s", path, removed)
+                continue
             os.rename(path, removed)
             sync_folder(history)
             if not removed.is_symlink():  # what it leads to stays

@@ -25,6 +25,7 @@ from runner.checkpoint.history import (
 )
 from runner.launch.verbs import find_status, status
 from runner.rundir.records import JobRecord, write_job_record, write_run_record
+from stores.folders.lock import open_locked
 from stores.folders.publish import publishing
 from tests.builders import files_in
 from tests.fast.reshard.forged import change_manifest
@@ -286,6 +287,25 @@ def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp
     (tmp_path / ".step-000010.removed" / "stage-000").mkdir(parents=True)
     prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert names_in(tmp_path) == ["step-000020"]
+
+
+def test_earlier_removal_in_which_another_process_writes_does_not_stop_those_of_others(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(tmp_path, trained, 10, 20, 30)
+    removed, newest = tmp_path / ".step-000020.removed", checkpoint_path(tmp_path, 30)
+    (removed / "stage-000").mkdir(parents=True)
+    lock = open_locked(removed, os.O_RDONLY | os.O_DIRECTORY)
+    assert lock is not None
+    try:
+        prune(tmp_path, newest, keep=1)
+    finally:
+        os.close(lock)
+    assert names_in(tmp_path) == [removed.name, "step-000020", "step-000030"]
+    named = [record.getMessage().partition(": ")[0] for record in caplog.records]
+    assert named == [str(checkpoint_path(tmp_path, 20)), str(removed)]
+    prune(tmp_path, newest, keep=1)
+    assert names_in(tmp_path) == ["step-000030"]
 
 
 def test_checkpoint_that_was_moved_away_and_linked_to_stays_as_it_is_where_it_is_now(
