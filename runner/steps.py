@@ -26,6 +26,7 @@ from runner.data.rows import Skipped, log_skipped
 from runner.data.sequences import Batch, read_batches, read_once
 from runner.data.shared import SharedReading
 from runner.distributed.fail_together import (
+    ReadError,
     errors_of_rank,
     from_all_ranks,
     from_rank_0,
@@ -141,7 +142,7 @@ class _Steps:
         if reader is None:
             self.ready.engine.clock.note_data(0.0)
             return None
-        with errors_of_rank(self.ready.mesh.rank), self.watchdog.waiting_for(reader.thread_id):
+        with errors_of_rank(self.ready.mesh.rank, ReadError), self.watchdog.waiting_for(reader.thread_id):
             batch, waited_s = reader.take()
         self.ready.engine.clock.note_data(waited_s)
         if batch.cursor is not None:

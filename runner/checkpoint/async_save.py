@@ -21,8 +21,7 @@ from runner.checkpoint.history import checkpoint_path, prune, set_aside
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held, HostCopy
 from runner.config.schema import CheckpointOptions
-from runner.data.rows import BadDocumentError
-from runner.distributed.fail_together import OneRankError
+from runner.distributed.fail_together import OneRankError, ReadError
 from runner.distributed.rounds import in_rounds
 from runner.distributed.watchdog import StallTimer
 from runner.distributed.world import same_gpu
@@ -55,10 +54,9 @@ class InFlight(Generic[ReportT]):
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         all_know = error is None or (isinstance(error, UserError) and not isinstance(error, OneRankError))
-        # A bad document ends no save: the threads of other ranks continue until this one exits.
-        is_of_document = error is not None and isinstance(error.__cause__, BadDocumentError)
         self._is_awaited.set()
-        self._pool.shutdown(wait=all_know or is_of_document)
+        # Data that cannot be read ends no save: the threads of other ranks continue until this one exits.
+        self._pool.shutdown(wait=all_know or isinstance(error, ReadError))
 
     def reports(self, *, wait: bool = False) -> tuple[ReportT, ...]:
         """Return what has ended since the last call; with `wait`, also what is in flight."""

@@ -32,6 +32,10 @@ class OneRankError(UserError):
     """An error of one rank while the others continue: the rank reports it, and its exit ends the others."""
 
 
+class ReadError(OneRankError):
+    """One of reading data: what other ranks do beside training continues until this one exits."""
+
+
 class ExhaustedError(RankError):
     """A rank is out of memory, on its GPU or its node."""
 
@@ -126,20 +130,20 @@ def check_same_option(flag: str, value: object) -> None:
 
 
 @contextmanager
-def errors_of_rank(rank: int) -> Iterator[None]:
+def errors_of_rank(rank: int, kind: type[OneRankError] = OneRankError) -> Iterator[None]:
     """Run a block without collectives, where `raise_on_all_ranks` would cost too much; errors name the rank."""
     try:
         yield
     except UserError as error:
         placed = error.on_rank(rank_label(rank))
-        local = OneRankError(placed.where, error.problem, error.hint, code=error.code)
+        local = kind(placed.where, error.problem, error.hint, code=error.code)
         local.exit_code, local.is_elsewhere, local.is_placed = code_of(error), error.is_elsewhere, True
         raise local from error
 
 
 def reading_on_rank(rank: int, items: Iterable[T]) -> Iterator[T]:
     """Yield what a rank reads; errors of reading it name the rank."""
-    with errors_of_rank(rank):
+    with errors_of_rank(rank, ReadError):
         yield from items
 
 

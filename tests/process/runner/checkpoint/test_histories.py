@@ -9,8 +9,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from runner.checkpoint.history import checkpoint_path
 from stores.open import open_manifest
@@ -35,6 +38,18 @@ def replace_later(source, target):
 
 os.replace = replace_later
 main()
+"""
+# Rows for one step; of the second, one of two ranks has rows without tokens.
+ONE_STEP = """
+class OneStep:
+    def __init__(self, request):
+        self.request = request
+
+    def read(self, state):
+        rows = self.request.num_rows * [{"input_ids": [1, 2]}]
+        yield rows, 1
+        if self.request.num_ranks > 1:
+            yield self.request.num_rows * [{}] if self.request.rank else rows, 2
 """
 
 
@@ -126,7 +141,12 @@ def train(
     fixed = ("--data", "synthetic", "--seq-len", "16", "--steps", "1", "--log-dir", place, "--save", place / "trained")
     with started(1, str(script), packed / "manifest.json", *fixed, *words) as (rank,):
         code, said = rank.wait(60), rank.said
-    return code, re.findall(r"^error: .*\[([\w.-]+)\]$", said, re.MULTILINE)
+    return code, codes_in(said)
+
+
+def codes_in(said: str) -> list[str]:
+    """Return the codes of the errors that were printed."""
+    return re.findall(r"^error: .*\[([\w.-]+)\]$", said, re.MULTILINE)
 
 
 def test_weights_are_saved_although_the_evaluation_fails(packed: Path, tmp_path: Path) -> None:
@@ -138,14 +158,48 @@ def test_weights_are_saved_although_the_evaluation_fails(packed: Path, tmp_path:
     assert reshard("verify", tmp_path / "trained").code == 0
 
 
-def test_checkpoint_that_is_being_saved_is_finished_although_the_evaluation_fails(packed: Path, tmp_path: Path) -> None:
-    text, script, history = tmp_path / "text.jsonl", tmp_path / "slow.py", tmp_path / "history"
-    write_documents(text, [[1, 2, 3]])
-    text.write_text(text.read_text() + "\nno JSON\n")
+def write_damaged(file: Path) -> None:
+    """Write a text whose first document alone can be read, and so is before the first step."""
+    if file.suffix == ".jsonl":
+        write_documents(file, [[1, 2, 3]])
+        file.write_text(file.read_text() + "\nno JSON\n")
+        return
+    table = pyarrow.table({"text": [*64 * ["w1 w2"], "w3 w4"]})
+    how: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_page_checksum": True}
+    parquet.write_table(table, file, row_group_size=64, **how)
+    file.write_bytes(file.read_bytes().replace(b"w3 w4", b"w3 w5"))
+
+
+@pytest.mark.parametrize(("name", "code"), [("a.jsonl", "data.not-json"), ("a.parquet", "data.not-parquet")])
+def test_checkpoint_that_is_being_saved_is_finished_although_the_evaluation_fails(
+    name: str, code: str, packed: Path, tmp_path: Path
+) -> None:
+    script, history = tmp_path / "slow.py", tmp_path / "history"
+    write_damaged(tmp_path / name)
     script.write_text(SLOW_DISK)
     saving = ("--checkpoint", history, "--checkpoint-every", "1", "--eval-every", "1", "--steps", "2")
-    code, codes = train(packed, tmp_path, "--eval-data", text, *saving, script=script)
-    assert (code, codes) == (3, ["data.not-json"])
+    ended = train(packed, tmp_path, "--eval-data", tmp_path / name, *saving, script=script)
+    assert ended == (3, [code])
+    assert reshard("verify", checkpoint_path(history, 1)).code == 0
+
+
+@pytest.mark.parametrize(
+    "ends", [[(3, ["data.dataset"])], [(5, ["rank.lost"]), (3, ["data.bad-row"])]], ids=["all ranks", "one rank"]
+)
+def test_checkpoint_that_is_being_saved_is_finished_although_a_dataset_fails(
+    ends: list[tuple[int, list[str]]], packed: Path, tmp_path: Path
+) -> None:
+    script, history, info = tmp_path / "slow.py", tmp_path / "history", tmp_path / "own-1.0.dist-info"
+    script.write_text(SLOW_DISK)
+    (tmp_path / "one_step.py").write_text(ONE_STEP)
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[runner.data]\none-step = one_step:OneStep\n")
+    data = ("--data", "none", "--data-class", "one-step", "--seq-len", "16", "--dp-replicate", str(len(ends)))
+    saving = ("--checkpoint", history, "--checkpoint-every", "1", "--steps", "2", "--log-dir", tmp_path / "log")
+    with started(len(ends), str(script), packed / "manifest.json", *data, *saving, "--no-self-check") as ranks:
+        codes = [rank.wait(60) for rank in ranks]
+        assert [(code, codes_in(rank.said)) for code, rank in zip(codes, ranks, strict=True)] == ends
     assert reshard("verify", checkpoint_path(history, 1)).code == 0
 
 
