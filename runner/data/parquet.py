@@ -131,7 +131,7 @@ def _check_column(schema: Any, column: str, file: Path, *, is_text: bool) -> Non
     if column not in schema.names:
         problem = f"expected a column {column!r}, found {', '.join(map(repr, schema.names))}"
         raise DataError(str(file), problem, _COLUMN if is_text else "", code="data.no-column")
-    kind = schema.field(column).type
-    if is_text and not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+    kind, types = schema.field(column).type, pyarrow.types
+    if is_text and not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         problem = f"expected text in column {column!r}, found {kind}"
         raise DataError(str(file), problem, _COLUMN, code="data.no-column")

@@ -241,6 +241,16 @@ def test_parquet_whose_page_differs_from_its_checksum_is_refused(shuffle: bool, 
     assert (error.value.code, error.value.where) == ("data.not-parquet", str(file))
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_parquet_of_string_views_is_text(shuffle: bool, tmp_path: Path) -> None:
+    """As Polars and DataFusion write it."""
+    written = ["short", "longer than the twelve bytes that a view has itself"]
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(written, pyarrow.string_view())}), tmp_path / "a.parquet")
+    (source,) = open_sources(DataOptions(sources=(str(tmp_path),), shuffle=shuffle))
+    placed = source.read(SourcePosition(epoch=0, item=0, offset=0))
+    assert {text_of(each.document) for each in placed} == {*written}
+
+
 @pytest.mark.parametrize("group_size", [4, 8])
 def test_parquet_whose_row_groups_change_while_it_is_read_is_refused(
     group_size: int, tmp_path: Path, wording: Callable[[str], None]
