@@ -119,6 +119,8 @@ def _open(file: Path, fields: Fields | None = None) -> Iterator[Any]:
                 for column in fields.texts if is_text else ROW_FIELDS[:1]:
                     _check_column(table.schema_arrow, column, file, is_text=is_text)
             yield table
+    except MemoryError:  # pyarrow.ArrowMemoryError is one: nothing is wrong with the file
+        raise
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.strerror:
             raise refused_by_system(str(file), error, code="data.unreadable") from error

@@ -20,6 +20,7 @@ from runner.config.schema import DataOptions
 from runner.data.documents import open_sources
 from runner.data.files import Document, find_files, line_offsets, read_documents
 from runner.data.rows import Fields
+from runner.distributed.fail_together import exhausted
 
 
 def text_of(document: Document) -> str:
@@ -249,6 +250,20 @@ def test_parquet_of_string_views_is_text(shuffle: bool, tmp_path: Path) -> None:
     (source,) = open_sources(DataOptions(sources=(str(tmp_path),), shuffle=shuffle))
     placed = source.read(SourcePosition(epoch=0, item=0, offset=0))
     assert {text_of(each.document) for each in placed} == {*written}
+
+
+def test_parquet_for_which_memory_is_too_small_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise pyarrow.ArrowMemoryError("malloc of size 128 failed")
+
+    parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", fail)
+    (source,) = open_sources(DataOptions(sources=(str(tmp_path),), shuffle=True))
+    with pytest.raises(MemoryError) as error:
+        list(source.read(SourcePosition(epoch=0, item=0, offset=0)))
+    refused = exhausted(error.value)
+    assert refused is not None
+    assert refused.code == "system.out-of-memory"
 
 
 @pytest.mark.parametrize("group_size", [4, 8])
