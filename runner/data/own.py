@@ -48,20 +48,20 @@ class SharedCounts:
     def __init__(self, exchange: Exchange | None) -> None:
         self._exchange, self._is_stopped = exchange, threading.Event()
 
-    def gather(self, rank: int, num_tokens: int, state: str) -> int:
-        """Return the labels of all ranks; those with the same rows count once."""
+    def gather(self, rank: int, counts: tuple[int, ...], state: str) -> tuple[int, ...]:
+        """Return the sums of counts over all ranks; those with the same rows count once."""
         if self._exchange is None:
-            return num_tokens
-        shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, num_tokens, state))
+            return counts
+        shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, counts, state))
         counted = [share for share in shares if share is not None]
         if len(counted) < len(shares):
             raise StoppedReading
-        by_rank = {rank: num_here for rank, num_here, _ in counted}
+        by_rank = {rank: counts_there for rank, counts_there, _ in counted}
         if len({state for _, _, state in counted}) > 1 or len({share[:2] for share in counted}) > len(by_rank):
             problem = "ranks have other states, or other rows where they share them, after the same batch"
             hint = "a state depends on no rank, and ranks with one request.rank read the same rows"
             raise DataError("--data-class", problem, hint, code="data.differs-between-ranks")
-        return sum(by_rank.values())
+        return tuple(map(sum, zip(*by_rank.values(), strict=True)))
 
     def stop(self) -> None:
         """Ask to stop reading, from any thread: the next batch is the last."""
@@ -106,6 +106,7 @@ def read_dataset(
             raise DataError(error.where, error.problem, error.hint, code=error.code) from error
         samples = [RowSample(ids=parsed_row.encode(), is_masked=row.is_masked) for parsed_row in parsed]
         local = build_batch(samples, batch.seq_len, 0, form=row)
-        num_tokens = counts.gather(rows.number, sum(sample.num_tokens for sample in samples), text)
-        yield replace(local, num_tokens=max(1, num_tokens), state=text)
+        counts_here = sum(sample.num_tokens for sample in samples), sum(sample.num_documents for sample in samples)
+        num_tokens, num_documents = counts.gather(rows.number, counts_here, text)
+        yield replace(local, num_tokens=max(1, num_tokens), num_documents=num_documents, state=text)
     raise DataError(where, "has ended before --steps", "start over in it, or lower --steps", code="data.dataset")

@@ -20,7 +20,7 @@ from runner.config.schema import BatchOptions, DataOptions, FramingOptions
 from runner.data import own
 from runner.data.own import SharedCounts, read_dataset
 from runner.data.rows import IGNORED, BadDocumentError, RowForm, Skipped, parse_row
-from runner.data.sequences import Batch, Rows, read_batches, read_once
+from runner.data.sequences import WHOLE_BATCH, Batch, Rows, read_batches, read_once
 from tests.fast.runner.data.words import BOS, EOS, FIRST, VOCAB_SIZE, WORDS, write_tokenizer
 
 BATCH = BatchOptions(global_batch=2, microbatch=1, seq_len=6)
@@ -239,7 +239,15 @@ ROW = {"input_ids": [1, 2]}
 OWN_BATCH = BatchOptions(global_batch=2, microbatch=1, seq_len=8)
 
 
-def read(monkeypatch: pytest.MonkeyPatch, rows: Any, state: Any) -> Batch:
+def read(
+    monkeypatch: pytest.MonkeyPatch,
+    rows: Any,
+    state: Any,
+    exchange: Any = None,
+    *,
+    of: Rows = WHOLE_BATCH,
+    **options: Any,
+) -> Batch:
     class Own:
         def __init__(self, request: Any) -> None: ...
 
@@ -247,9 +255,9 @@ def read(monkeypatch: pytest.MonkeyPatch, rows: Any, state: Any) -> Batch:
             yield rows, state
 
     monkeypatch.setattr(own, "load_entry_point", lambda *names: Own)
-    data = DataOptions(sources=("x",), dataset="own")
-    counts = SharedCounts(None)
-    return next(read_dataset(data, OWN_BATCH, None, Rows(), None, counts, folder=Path(), vocab_size=50))
+    data = DataOptions(sources=("x",), dataset="own", **options)
+    counts = SharedCounts(exchange)
+    return next(read_dataset(data, OWN_BATCH, None, of, None, counts, folder=Path(), vocab_size=50))
 
 
 @pytest.mark.parametrize("state", [{"a": [1, 0.5]}, 0, "x", []])
@@ -280,6 +288,14 @@ def test_what_are_no_rows_is_refused(rows: Any, code: str, monkeypatch: pytest.M
         read(monkeypatch, rows, 1)
     assert error.value.code == code
     assert "a number" not in error.value.problem
+
+
+def test_labels_and_documents_of_a_batch_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two replicas with two stages each, whose rows are the same."""
+    row = {"input_ids": [1, 2, 3, 4], "document_ids": [0, 0, 0, 1]}
+    exchange = SimpleNamespace(gather=lambda share: [share, share, *2 * [(1, *share[1:])]])
+    batch = read(monkeypatch, [row], 1, exchange, of=Rows(number=0, count=2), document_mask=True)
+    assert (len(batch.tokens), batch.num_tokens, batch.num_documents) == (1, 2 * 2, 2 * 2)
 
 
 def test_checkpoint_without_the_state_of_the_dataset_is_refused(tmp_path: Path) -> None:
