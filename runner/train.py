@@ -224,7 +224,7 @@ def check_evaluation(launched: Packed, options: TrainOptions) -> None:
     if data is None:
         return
     with raise_on_all_ranks("evaluation data"):
-        check_evaluable(data)
+        check_evaluable(data, options.loss)
         check_texts(launched, options)
     check_same_data("--eval-data", data)
 

@@ -9,7 +9,7 @@ import json
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 from manifests.errors import DataError
@@ -79,6 +79,7 @@ class RowForm:
     is_masked: bool = False  # whether its documents are kept apart
     per_token: tuple[str, ...] = ()
     per_row: tuple[str, ...] = ()
+    has_all_fields: bool = True  # that the loss reads: the launcher does not load the code of --loss
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def fields_of(data: DataOptions, row: RowForm | None = None) -> Fields:
     return Fields(
         data.text_field,
         data.completion_field,
-        (row or RowForm(is_masked=data.document_mask)) if data.is_tokenized else None,
+        replace(row or RowForm(), is_masked=data.document_mask) if data.is_tokenized else None,
     )
 
 
@@ -148,7 +149,7 @@ def parse_row(record: Mapping[str, Any], form: RowForm, where: Callable[[], str]
 
 def _parse(record: Mapping[str, Any], form: RowForm) -> Row:
     present = {name for name, value in record.items() if value is not None}.difference(form.per_token, form.per_row)
-    for name in _FIELDS_OF_OTHERS.keys() & present:
+    for name in _FIELDS_OF_OTHERS.keys() & present if form.has_all_fields else ():
         if present.isdisjoint(ours := _FIELDS_OF_OTHERS[name]):
             raise ValueError(f"has a field {name!r}, which is not read; write {' or '.join(ours)}, or leave it out")
     ids = _whole_numbers(record, _IDS, None)

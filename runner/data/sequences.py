@@ -240,8 +240,7 @@ def _sources(
     form: RowForm | None,
     beat: Callable[[], None] = lambda: None,
 ) -> tuple[DocumentSource, ...]:
-    row = form or RowForm()
-    row = replace(row, seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
+    row = replace(form or RowForm(), seq_len=batch.seq_len, vocab_size=vocab_size)
     return open_sources(data, row if data.is_tokenized else None, beat)
 
 

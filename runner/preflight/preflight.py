@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,13 +28,13 @@ from runner.checkpoint.outputs import check_apart, check_outputs, check_space
 from runner.checkpoint.resume import Origin, check_fits, check_state_of_all, find_origins, remembered, resumed_state
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
-from runner.config.loss import LOSSES
+from runner.config.loss import LOSSES, LossOptions
 from runner.config.optimizers import optimizer_of
 from runner.config.parallel_dims import ParallelDims, check_float32
 from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.trained import check_trained
 from runner.data.files import LINES, SUFFIXES, TEXT, file_nbytes, find_files, has_text
-from runner.data.rows import fields_of
+from runner.data.rows import RowForm, fields_of
 from runner.preflight.combinations import (
     check_balance,
     check_sinks,
@@ -138,9 +139,9 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     ):
         if name is not None:
             find_entry_point(group, name, flag)
-    check_documents("--data", options.data)
+    check_documents("--data", options.data, options.loss)
     if options.eval_data is not None:
-        check_evaluable(options.eval_data)
+        check_evaluable(options.eval_data, options.loss)
     find_data(options, training.data if training else None, launched.tokenizer, launched.root)
     check_texts(launched, options)
 
@@ -200,7 +201,7 @@ def check_texts(launched: Packed, options: TrainOptions) -> None:
         check_tokenizer(launched.root, "train on --data synthetic")
 
 
-def check_evaluable(data: DataOptions) -> None:
+def check_evaluable(data: DataOptions, loss: LossOptions) -> None:
     """Check that evaluation data has an end, and begins with text."""
     if SYNTHETIC in data.sources:
         raise UsageError(
@@ -209,20 +210,24 @@ def check_evaluable(data: DataOptions) -> None:
             "choose files to evaluate on",
             code="options.needs-documents",
         )
-    check_documents("--eval-data", data)
+    check_documents("--eval-data", data, replace(loss, token_weights=None))  # which only training reads
 
 
-def check_documents(flag: str, data: DataOptions) -> None:
+def check_documents(flag: str, data: DataOptions, loss: LossOptions | None = None) -> None:
     """Check that each source has files, and the beginnings of the first ones; `flag` names the data.
 
-    Those of a source of weight 0, or if bad documents are skipped, are not read.
+    Those of a source of weight 0, or if bad documents are skipped, are not read. Rows have the fields that the loss
+    reads, cross-entropy if None.
     """
+    loss = loss or LossOptions()
+    weights = () if loss.token_weights is None else (loss.token_weights,)
+    fields = fields_of(data, RowForm(per_token=weights, has_all_fields=loss.entry_point is None))
     groups = data.groups if data.files else ()
     for names, weight in zip(groups, data.weights or (1.0,), strict=False):
         files = find_files(names)
         if data.skip_bad_documents or not weight:
             continue
-        texts = [has_text(file, fields_of(data)) for file in files[:_NUM_FILES]]
+        texts = [has_text(file, fields) for file in files[:_NUM_FILES]]
         if not any(texts) and len(texts) == len(files):
             problem, hint = "contains no text", "its files are empty: choose others"
             raise DataError(f"{flag} {', '.join(names)}", problem, hint, code="data.empty")

@@ -8,15 +8,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
 from click.testing import CliRunner
+from pyarrow import parquet
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError, UserError
 from runner.checkpoint.history import checkpoint_path
 from runner.commands import cli
 from runner.config.flags import parse_training
-from runner.preflight.preflight import check_documents
+from runner.preflight.preflight import check_documents, check_evaluable
 from tests.builders import files_in, llama_config, pack, refusal, reshard, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.forged import change_file, change_manifest
@@ -265,3 +267,30 @@ def test_rows_of_several_documents_are_checked_with_the_mask_that_keeps_them_apa
     with pytest.raises(UserError) as caught:
         check_documents("--data", parse_training(words).data)
     assert caught.value.code == "data.bad-row"
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_rows_are_checked_with_the_fields_that_the_loss_reads(suffix: str, place: Path, tmp_path: Path) -> None:
+    """`completion_mask` alone is refused where the loss does not read it."""
+    file = tmp_path / f"rows.{suffix}"
+    record = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}
+    if suffix == "jsonl":
+        file.write_text(json.dumps(record))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist([record]), file)
+
+    def code(*words: str) -> str | None:
+        launch = ["launch", str(place / "pp2"), "--dry-run", "--", "--tokenized"]
+        error = CliRunner().invoke(cli, [*launch, *words]).exception
+        assert error is None or isinstance(error, UserError)
+        return error.code if error else None
+
+    data, weights = ("--data", str(file)), ("--token-weights", "completion_mask")
+    assert [code(*data, *flags) for flags in ((), weights, ("--token-weights", "w"))] == [
+        "data.bad-row", None, "data.bad-row",
+    ]  # fmt: skip
+    assert code(*data, *weights, "--eval-data", str(file)) == "data.bad-row"  # which reports plain cross-entropy
+    options = parse_training([*data, "--tokenized", "--loss", "mine", "--eval-data", str(file)])
+    assert options.eval_data is not None
+    check_documents("--data", options.data, options.loss)
+    check_evaluable(options.eval_data, options.loss)
