@@ -226,14 +226,17 @@ def _begin(
         assert options.optim.plan is not None, "made of what the checkpoint stores and the flags"
         check_copies(options.optim.plan, launched.shape, map(names_of, ties))
         trains = trained_by(options, map(names_of, ties))
-        dtypes = dict[str, torch.dtype]()
+        dtypes, here = dict[str, torch.dtype](), {*stages.placement.stages_on(mesh.pipeline_rank)}
         if options.train_only:
-            here = {*stages.placement.stages_on(mesh.pipeline_rank)}
             # What is borrowed has the dtype of its owner, which sends it.
             here |= {group.owner.stage for group in ties if any(member.stage in here for member in group.members)}
+        has_buffers = bool(launched.shape.untrained_suffixes) and options.lora is None
+        if options.train_only or (has_buffers and options.compute.dtype == "bf16"):
             dtypes = stored_dtypes(chain.from_iterable(stages.modules[stage] for stage in here), base.bundles)
         chunks = build_stages(family, stages, options.compute, mesh, device, trains, dtypes)
-        pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk))]
+        pieces = [
+            piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_constants(chunk, master_of))
+        ]
     world.start.end("build_s")
     weights = [piece for piece in pieces if not is_adapter(piece.fqn)]
     with stored.reading(weights) as pending:
@@ -250,7 +253,7 @@ def _begin(
         names = from_all_ranks([fqn for chunk in chunks for fqn in chunk.trained_fqns()])
         save_context = replace(save_context, trained=tuple({fqn for of_rank in names for fqn in of_rank}))
     with deferred.comes_first(), raise_on_all_ranks("load"):
-        round_masters(parameter for chunk in chunks for parameter in chunk.parameters())
+        round_masters(weight for chunk in chunks for weight in (*chunk.parameters(), *chunk.buffers()))
         check_loaded(ties, chunks)
     _log_loaded(loaded, chunks, mesh)
     batch = part_of(options.batch, mesh.degrees)

@@ -259,7 +259,8 @@ def _weights(
             for piece in chunk.family.pieces(name, memory.detach(), offset)
             if piece.fqn not in left_out
         )
-        besides = (choose(piece) for piece in hf_constants(chunk) if not chunk.has_adapters and constants(piece.memory))
+        buffers = () if chunk.has_adapters else hf_constants(chunk, master_of)
+        besides = (choose(piece) for piece in buffers if constants(piece.memory))
         weights[chunk.stage] = {WEIGHTS: (*join_pieces(filter(None, trained)), *filter(None, besides))}
     return weights
 

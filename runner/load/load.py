@@ -144,11 +144,11 @@ def count_unverified(reads: Iterable[Read]) -> int:
 
 
 def stored_dtypes(modules: Iterable[str], bundles: Bundles) -> dict[str, torch.dtype]:
-    """Return the dtypes in which the weights of these modules are stored, by FQN, from headers alone."""
-    manifest, wanted = bundles.manifest, frozenset(modules)
+    """Return the floating dtypes in which the weights of these modules are stored, by FQN, from headers alone."""
+    manifest, wanted, floats = bundles.manifest, frozenset(modules), readable_as(torch.float32)
     stages = (stage for stage in manifest.stages if not wanted.isdisjoint(stage.modules))
     dtypes = {at.name: STORED_DTYPES[at.dtype] for stage in stages for at in bundles.tensors_on(stage)
-              if at.dtype in STORED_DTYPES}  # fmt: skip
+              if at.dtype in floats}  # fmt: skip
     for group in manifest.ties:
         for replica in group.replicas if group.owner.fqn in dtypes else ():
             dtypes.setdefault(replica.fqn, dtypes[group.owner.fqn])

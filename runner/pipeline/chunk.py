@@ -70,15 +70,29 @@ class StageChunk(nn.Module):
 
     def frozen_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
         """Return the dtypes that files have of frozen parameters, by name; `stored` are those of tensors, by FQN."""
+        return self._dtypes_in(
+            stored, ((name, weight) for name, weight in self.body.named_parameters() if name in self.frozen)
+        )
+
+    def buffer_dtypes(self, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Return the dtypes that files have of buffers in bfloat16, as `frozen_dtypes` of parameters.
+
+        Only of transformers' modules: those of others may change theirs in a forward.
+        """
+        buffers = persistent_buffers(self.body) if isinstance(self.family, OnTransformers) else ()
+        return self._dtypes_in(stored, ((name, buffer) for name, buffer in buffers if buffer.dtype == torch.bfloat16))
+
+    def _dtypes_in(
+        self, stored: Mapping[str, torch.dtype], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> dict[str, torch.dtype]:
         dtypes: dict[str, torch.dtype] = {}
-        for name, parameter in self.body.named_parameters():
-            fqns = self._fqns_of(name, parameter) if name in self.frozen else ()
-            if of_files := [stored[fqn] for fqn in fqns if fqn in stored]:
+        for name, tensor in tensors:
+            if of_files := [stored[fqn] for fqn in self._fqns_of(name, tensor) if fqn in stored]:
                 dtypes[name] = reduce(torch.promote_types, of_files)
         return dtypes
 
-    def _fqns_of(self, name: str, parameter: torch.Tensor) -> list[str]:
-        pieces = self.family.pieces(name, parameter, (0,) * parameter.dim())
+    def _fqns_of(self, name: str, tensor: torch.Tensor) -> list[str]:
+        pieces = self.family.pieces(name, tensor, (0,) * tensor.dim())
         return [piece.fqn for piece in pieces] or [self.family.to_hf(name)]  # what is borrowed is its owner's
 
     def trained_fqns(self) -> list[str]:
@@ -215,13 +229,15 @@ def pieces_of(chunk: StageChunk, name: str, tensor: torch.Tensor) -> Iterator[Pi
             yield from chunk.family.pieces(name, memory.detach(), offset)
 
 
-def hf_constants(chunk: StageChunk) -> Iterator[Piece]:
-    """Yield a chunk's persistent buffers as Hugging Face tensors: they are loaded and saved, but not trained.
+def hf_constants(
+    chunk: StageChunk, of: Callable[[torch.Tensor], torch.Tensor] = lambda buffer: buffer
+) -> Iterator[Piece]:
+    """Yield a chunk's persistent buffers, or what `of` returns for each: they are loaded and saved, but not trained.
 
     Every rank that shares the stage has all of them.
     """
     for name, buffer in persistent_buffers(chunk.body):
-        yield from chunk.family.pieces(name, buffer, (0,) * buffer.dim())
+        yield from chunk.family.pieces(name, of(buffer), (0,) * buffer.dim())
 
 
 def part_of(chunk: StageChunk, module: str) -> nn.Module:

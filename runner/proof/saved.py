@@ -85,7 +85,7 @@ def _digests(chunks: Sequence[StageChunk], engine: Engine) -> Iterator[tuple[_Pa
     leaders = {id(member): tie.leader for tie in engine.ties for member in tie.members}
 
     for chunk in chunks:
-        weights = (*hf_pieces(chunk, master_of), *hf_constants(chunk))
+        weights = (*hf_pieces(chunk, master_of), *hf_constants(chunk, master_of))
         pieces = {WEIGHTS: tuple(p for p in weights if is_adapter(p.fqn)) if chunk.has_adapters else weights}
         pieces |= {
             kind.name: (*engine.optimizer.state_pieces(chunk, kind, leaders),)

@@ -75,7 +75,7 @@ def build_stages(
 ) -> tuple[StageChunk, ...]:
     """Build this rank's stages, and no others, and allocate their memory. What is trained is decided here.
 
-    Frozen weights are saved in the dtypes that files have, `stored` by FQN: see Note [Frozen weights].
+    Frozen weights and buffers are saved in the dtypes that files have, `stored` by FQN: see Note [Frozen weights].
     """
     chunks = build_chunks(family, stages.modules, stages.placement.stages_on(mesh.pipeline_rank))
     is_fsdp = is_sharded(mesh.degrees, compute)
@@ -92,6 +92,7 @@ def build_stages(
         materialize(chunk, device=device, dtype=dtype, compute_dtype=compute_dtype)
         if not is_fsdp:
             keep_as_stored(chunk.body, of_files)
+        keep_as_stored(chunk.body, chunk.buffer_dtypes(stored or {}))
     if compute.has_masters and not is_fsdp:
         frozen = set[int]().union(*(chunk.frozen_ids() for chunk in chunks))
         keep_masters(chunks, FLAG_DTYPES[compute.master_dtype], frozen)

@@ -12,7 +12,8 @@ sharded that policy does all of this, and a parameter is its own master.
 # Note [Frozen weights]
 A weight that is not trained has the bytes of the files in every checkpoint. Where it is computed with in another dtype,
 its master is the weight as files have it: in host memory, for only saves read it. A sharded parameter has that dtype
-itself, and FSDP casts what it gathers; what a family keeps in float32 is an exception, and saved so.
+itself, and FSDP casts what it gathers; what a family keeps in float32 is an exception, and saved so. A buffer of files
+that is computed with in bfloat16, such as the bias of a router, has such a master in every run: none changes it.
 """
 
 from __future__ import annotations
@@ -44,26 +45,27 @@ def keep_masters(modules: Iterable[nn.Module], dtype: torch.dtype, frozen: Conta
 
 
 def keep_as_stored(body: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Allocate masters of frozen parameters, by name, in the dtypes that files have, not yet filled."""
-    for name, dtype in dtypes.items():
-        parameter = body.get_parameter(name)
-        if parameter.dtype == dtype or name.startswith(BORROWED):  # nothing that is borrowed is saved
+    """Allocate masters of frozen parameters and of buffers, by name, in the dtypes that files have, not yet filled."""
+    named = (*body.named_parameters(remove_duplicate=False), *body.named_buffers(remove_duplicate=False))
+    for name, weight in named:
+        dtype = dtypes.get(name, weight.dtype)
+        if weight.dtype == dtype or name.startswith(BORROWED):  # nothing that is borrowed is saved
             continue
-        if isinstance(parameter, DTensor):  # of tensor-parallel ranks, which gather it on their device
-            setattr(parameter, _MASTER, torch.empty_like(parameter, dtype=dtype, requires_grad=False))
+        if isinstance(weight, DTensor):  # of tensor-parallel ranks, which gather it on their device
+            setattr(weight, _MASTER, torch.empty_like(weight, dtype=dtype, requires_grad=False))
         else:
-            like = torch.empty(parameter.shape, dtype=dtype, device="meta")
-            setattr(parameter, _MASTER, empty_like(like, torch.device("cpu")))
+            like = torch.empty(weight.shape, dtype=dtype, device="meta")
+            setattr(weight, _MASTER, empty_like(like, torch.device("cpu")))
 
 
 def master_of(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the weight that is stepped and saved: the parameter's master, or the parameter where it has none."""
+    """Return the weight that is stepped and saved: the master of a parameter or buffer, or itself if it has none."""
     master: torch.Tensor = getattr(parameter, _MASTER, parameter)
     return master
 
 
 @torch.no_grad()
-def round_masters(parameters: Iterable[nn.Parameter]) -> None:
+def round_masters(parameters: Iterable[torch.Tensor]) -> None:
     """Round the masters into the parameters that stages compute with."""
     for parameter in parameters:
         if (master := master_of(parameter)) is not parameter:

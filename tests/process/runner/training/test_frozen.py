@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 from reshard.formats.open import open_source
 from tests.builders import EMBEDDING, HEAD, pack, refusal, run
@@ -124,3 +124,44 @@ def test_frozen_weights_have_the_bits_of_the_source_whatever_dtype_the_run_compu
         check_frozen(load_file(place / "exported" / trained.name / "model.safetensors"), expected)
     model = LlamaForCausalLM.from_pretrained(place / "exported" / newest.name, dtype="auto")
     check_frozen(model.state_dict(), expected)
+
+
+BIAS = "e_score_correction_bias"
+
+
+@pytest.mark.parametrize("compute", [MIXED, CASES["float32-bf16-tp"][1]], ids=["mixed", "bf16"])
+def test_biases_of_routers_that_are_computed_with_in_bfloat16_keep_their_bytes(
+    compute: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As transformers has them: buffers that a model in bfloat16 rounds, and that its files may have in float32."""
+    torch.manual_seed(0)
+    config = MiniMaxM2Config(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, vocab_size=320,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = MiniMaxM2ForCausalLM(config)
+    for name, buffer in model.named_buffers():
+        if name.endswith(BIAS):
+            torch.nn.init.normal_(buffer)
+    model.save_pretrained(tmp_path / "source")
+    source = stored_in(tmp_path / "source")
+    biases = {fqn: tensor for fqn, tensor in source.items() if fqn.endswith(BIAS)}
+    assert [bias.dtype for bias in biases.values()] == [torch.float32] * 2
+    assert not any(torch.equal(bias, bias.bfloat16().float()) for bias in biases.values())
+    two = pack(tmp_path / "source", tmp_path / "pp=2", "pp=2", "--virtual")
+    alone = pack(tmp_path / "source", tmp_path / "pp=1", "pp=1")
+    flags = (*compute, "--lr", "1e-2", "--checkpoint", tmp_path / "checkpoints", "--resume", "auto")
+    straight = train(alone, tmp_path / "a", *compute, "--lr", "1e-2", "--steps", "3")
+    first = train(two, tmp_path / "b", *flags, "--steps", "2", "--save", tmp_path / "saved-2")
+    shared = ("--dp-shard", "2") if compute == MIXED else ("--tp", "2")
+    more = train(alone, tmp_path / "c", *flags, "--steps", "3", "--save", tmp_path / "saved-3", *shared,
+                 launch=("--nproc-per-node", "2"))  # fmt: skip
+    assert [*first, *more] == pytest.approx(straight, rel=2e-2)
+    run("export", tmp_path / "checkpoints" / "step-000003", "--to", "hf", "--out", tmp_path / "exported")
+    for name in ("checkpoints/step-000002", "saved-2", "saved-3", "exported"):
+        weights = stored_in(tmp_path / name)
+        assert weights.keys() == source.keys()
+        for fqn, tensor in weights.items():
+            is_same = tensor.dtype == source[fqn].dtype and torch.equal(tensor, source[fqn])
+            assert is_same == (fqn in biases), (name, fqn, tensor.dtype)
