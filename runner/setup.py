@@ -263,7 +263,8 @@ def _begin(
     seed_rng(options.data.seed, mesh.rank // mesh.degrees.tensor, 0 if training is None else training.step)
     if training is not None:
         start = _resume_optimizer(start, training, stored, engine, chunks, mesh, device)
-        engine.optimizer.resume(training.step, steps)
+        with raise_on_all_ranks("load"):
+            engine.optimizer.resume(training.step, steps)
     deferred.start()
     if mesh.rank == 0:
         log_start(start)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from manifests.errors import UsageError
+from manifests.errors import CheckpointError, UsageError
 from manifests.optimizer_state import EMA, GroupNumbers
 from manifests.schedules.learning_rate import rate_at
 from manifests.schema import OptimizerState, ParameterGroup, StateKind
+from manifests.trained import STEPS_NAME
 from runner.config.schema import OptimOptions
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import NamedParameter, StageChunk, pieces_of
@@ -42,7 +43,7 @@ class Optimizer:
         ties: Sequence[Sequence[str]] = (),
         guard: Guard = nullcontext,
     ) -> None:
-        self.parameters, self.options, self._mesh = tuple(parameters), options, mesh
+        self.parameters, self.options, self._mesh, self._chunks = tuple(parameters), options, mesh, tuple(chunks)
         with guard():
             self.plan = options.plan or plain_adamw(parameters, options)
             self.algorithms = algorithms_of(self.plan)
@@ -139,16 +140,41 @@ class Optimizer:
                     yield Piece(fqn=piece.fqn, shape=(), offset=(), memory=state)
 
     def resume(self, num_steps: int, differing: Mapping[str, int] | None = None) -> None:
-        """Set the step counts, after the optimizer state was loaded; `differing` has the others, by FQN."""
-        for fqn, parameter in self.parameters:
-            key, count = id(parameter), (differing or {}).get(fqn, num_steps)
-            if count != num_steps:
-                self._skipped.add(key)
+        """Set the step counts, after the optimizer state was loaded; `differing` has the others, by FQN.
+
+        Raises:
+            CheckpointError: of the tensors of files that are one parameter, some took another number of steps.
+        """
+        counts = self._counts_of(differing, num_steps) if differing else {}
+        self._skipped |= counts.keys()
+        for _, parameter in self.parameters:
+            key = id(parameter)
             if key not in self._is_whole:
-                number = self._numbers[key]
+                number, count = self._numbers[key], counts.get(key, num_steps)
                 set_num_steps(self.algorithms[number], self._by_group[number], self._weights[key], count)
         if self._whole is not None:
-            self._whole.set_num_steps(num_steps)
+            self._whole.set_num_steps(num_steps, differing or {})
+
+    def _counts_of(self, differing: Mapping[str, int], num_steps: int) -> dict[int, int]:
+        """Return the step counts that are not `num_steps` of the parameters that this rank has a part of, by their ids.
+
+        Raises:
+            CheckpointError: as in `resume`.
+        """
+        counts: dict[int, int] = {}
+        for chunk in self._chunks:
+            for name, parameter in chunk.body.named_parameters():
+                if not self.steps(parameter) or id(parameter) in self._is_whole:
+                    continue
+                of_pieces = {differing.get(piece.fqn, num_steps) for piece in pieces_of(chunk, name, parameter)}
+                if len(of_pieces) > 1:
+                    shown = " and ".join(map(str, sorted(of_pieces)))
+                    problem = f"expected one step count of all tensors that are one parameter with it, found {shown}"
+                    hint = "--resume DIR --resume-weights-only starts a new run with its weights"
+                    where = f"{STEPS_NAME}: {chunk.family.to_hf(name)}"
+                    raise CheckpointError(where, problem, hint, code="resume.other-optimizer")
+                counts |= {id(parameter): count for count in of_pieces if count != num_steps}
+        return counts
 
     def differing_steps(self, chunk: StageChunk, num_steps: int) -> dict[str, int]:
         """Return the step counts of a chunk's parameters that are not `num_steps`, by Hugging Face FQN.
@@ -163,7 +189,7 @@ class Optimizer:
                 count = num_steps_of(self._by_group[self._numbers[key]], self._weights[key])
                 if count not in (None, num_steps):
                     steps |= {piece.fqn: count for piece in pieces_of(chunk, name, parameter)}
-        return steps
+        return steps if self._whole is None else steps | self._whole.differing_steps(chunk.stage, num_steps)
 
     def zero_gradients(self) -> None:
         for _, parameter in self.parameters:

@@ -29,7 +29,7 @@ from runner.distributed.fail_together import from_all_ranks
 from runner.distributed.world import connect
 from runner.pipeline.chunk import StageChunk, pieces_of
 from runner.tensors.local_shard import Piece
-from runner.training.algorithms import Algorithm, prepare_state, set_num_steps
+from runner.training.algorithms import Algorithm, num_steps_of, prepare_state, set_num_steps
 from runner.training.mixed_precision import master_of
 
 _ROUND = 1 << 24  # elements of an owner's units in one exchange
@@ -103,6 +103,7 @@ class WholeMatrices:
         self._dtype = max(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)  # of what is exchanged
         self._optimizers: dict[int, torch.optim.Optimizer] = {}
         self._placeholders: dict[_Key, tuple[torch.Tensor, ...]] = {}  # what the optimizer knows a unit's matrices by
+        self._differing: list[_Key] = []  # units that took another number of steps than the run
         with guard():
             for number, algorithm in enumerate(algorithms):
                 placeholders: list[torch.Tensor] = []
@@ -122,10 +123,20 @@ class WholeMatrices:
         """This rank's optimizer of each group that has one, by the group's number."""
         return self._optimizers
 
-    def set_num_steps(self, num_steps: int) -> None:
-        for unit in self.units.values():
-            for placeholder in self._placeholders.get(unit.key, ()):
-                set_num_steps(self._algorithms[unit.number], self._optimizers[unit.number], placeholder, num_steps)
+    def set_num_steps(self, num_steps: int, differing: Mapping[str, int]) -> None:
+        """Set the step counts of this rank's units; `differing` has those that are not `num_steps`, by FQN."""
+        for key, placeholders in self._placeholders.items():
+            number, count = self.units[key].number, differing.get(key[1], num_steps)
+            if count != num_steps:
+                self._differing.append(key)
+            for placeholder in placeholders:
+                set_num_steps(self._algorithms[number], self._optimizers[number], placeholder, count)
+
+    def differing_steps(self, stage: int, num_steps: int) -> dict[str, int]:
+        """Return the step counts that are not `num_steps` of this rank's units of a stage, by FQN."""
+        placeholders = {key: self._placeholders[key][0] for key in self._differing if key[0] == stage}
+        counts = {key: num_steps_of(self._optimizers[self.units[key].number], at) for key, at in placeholders.items()}
+        return {fqn: count for (_, fqn), count in counts.items() if count not in (None, num_steps)}
 
     def state_on(self, stage: int, kind: StateKind) -> Iterator[Piece]:
         """Yield the state of one kind of the units of a stage that this rank owns."""

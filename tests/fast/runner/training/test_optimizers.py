@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from manifests.errors import UsageError
+from manifests.errors import CheckpointError, UsageError
 from manifests.models import model_shape
 from manifests.optimizer_state import GroupNumbers, kinds_of
 from manifests.placement import Placement
@@ -202,6 +202,39 @@ def resumed_on(
                 piece.memory.copy_(by_name[kind.name][piece.fqn])
     other.resume(num_steps, one.differing_steps(before[0], num_steps))
     return other
+
+
+def test_step_counts_are_of_all_tensors_of_a_parameter_or_refused() -> None:
+    experts = [f"model.layers.0.mlp.experts.{number}.down_proj.weight" for number in range(4)]
+    (chunk,) = chunks = chunks_of("moe", 1)
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim_of("moe", *SETS["adam"]), chunks)
+    optimizer.resume(3, dict.fromkeys(experts, 1))
+    assert optimizer.differing_steps(chunk, 3) == dict.fromkeys(experts, 1)
+    for expert in experts:  # the first, which the parameter is named after, and others
+        with pytest.raises(CheckpointError) as error:
+            optimizer.resume(3, {expert: 1})
+        assert (error.value.code, experts[0] in str(error.value.where)) == ("resume.other-optimizer", True)
+
+
+def test_whole_tensors_resume_each_with_its_step_count() -> None:
+    """As in torch, whose Adafactor steps each expert by itself."""
+    counts = {"model.layers.0.mlp.experts.2.down_proj.weight": 1, "model.layers.1.mlp.experts.0.up_proj.weight": 7}
+    (chunk,) = chunks = chunks_of("moe", 1)
+    optimizer = Optimizer(lead_parameters(chunks, ()), optim_of("moe", *SETS["adafactor"]), chunks)
+    optimizer.resume(3, counts)
+    assert optimizer.differing_steps(chunk, 3) == counts
+    weights = {piece.fqn: torch.nn.Parameter(piece.memory.clone()) for piece in hf_pieces(chunk)}
+    expected = torch.optim.Adafactor([*weights.values()], lr=LR, weight_decay=0.1)
+    gradients(chunks, 3)
+    for fqn, weight in weights.items():
+        rows = {"row_var": weight.new_zeros(len(weight), 1), "col_var": weight.new_zeros(1, weight.shape[-1])}
+        variance = rows if weight.dim() > 1 else {"variance": torch.zeros_like(weight)}
+        expected.state[weight] |= {"step": torch.tensor(float(counts.get(fqn, 3))), **variance}
+        weight.grad = drawn(fqn, weight.shape, 3)
+    expected.step()
+    optimizer.step(3)
+    assert [piece.fqn for piece in hf_pieces(chunk) if not torch.equal(piece.memory, weights[piece.fqn])] == []
+    assert optimizer.differing_steps(chunk, 4) == {fqn: count + 1 for fqn, count in counts.items()}
 
 
 def test_parts_of_one_parameter_in_two_groups_are_refused_by_name(tmp_path: Path) -> None:

@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from manifests.trained import STEPS_NAME
+from manifests.trained import STEPS_NAME, encode_steps
 from runner.config.flags import parse_training
 from runner.data.sequences import read_batches
-from tests.builders import run
+from tests.builders import pack, run
+from tests.fast.manifests.models.built import build, read_config
+from tests.fast.reshard.forged import change_manifest, digest
 from tests.process.runner.checkpoint.test_resume import digests_in
 from tests.process.runner.models.test_own_models import imported
-from tests.process.runner.training_jobs import job, losses_of, run_jobs
+from tests.process.runner.training_jobs import job, losses_of, run_jobs, said
 
 MODEL = """\
 import torch
@@ -153,3 +155,23 @@ def test_resumed_run_ends_bitwise_as_one_that_was_not_interrupted(place: Path, n
 
 def test_experts_without_tokens_are_sharded_in_mixed_precision(place: Path) -> None:
     assert losses_of(place / "shard") == [pytest.approx(loss, rel=1e-3) for loss in losses_of(place / "replicate")]
+
+
+def test_counts_of_experts_that_are_one_parameter_here_are_refused_if_they_differ(tmp_path: Path) -> None:
+    """As another trainer has them, which has a module for each expert."""
+    build(read_config("tiny-qwen3-moe")).save_pretrained(tmp_path / "source")
+    packed = pack(tmp_path / "source", tmp_path / "packed", "pp=2")
+    flags = (*FLAGS, "--checkpoint", tmp_path / "checkpoints", "--resume", "auto")
+    run_jobs(2, [job(packed, tmp_path / "first", *flags, "--steps", 2)])
+    saved = tmp_path / "checkpoints" / "step-000002"
+    assert not (saved / STEPS_NAME).exists()
+    text = encode_steps({"model.layers.3.mlp.experts.0.gate_proj.weight": 1})
+    (saved / STEPS_NAME).write_bytes(text)
+    record = {"path": STEPS_NAME, "nbytes": len(text), "digest": digest(text)}
+    change_manifest(saved, lambda document: document["files"].append(record))
+    run_jobs(2, [
+        job(packed, tmp_path / "refused", *flags),
+        job(packed, tmp_path / "anew", *FLAGS, "--steps", 1, "--resume", saved, "--resume-weights-only"),
+    ])  # fmt: skip
+    assert f"error: resume.other-optimizer at rank 1: {STEPS_NAME}: " in said(tmp_path / "refused")
+    assert len(losses_of(tmp_path / "anew")) == 1
