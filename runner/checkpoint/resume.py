@@ -28,7 +28,7 @@ from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_mi
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.optimizers import is_flagged, optimizer_of
 from runner.config.schema import Dtype, ResumeOptions
-from runner.config.trained import trained_by
+from runner.config.trained import ties_in_training, trained_by
 from stores.open import ReadManifest, open_manifest
 
 _DTYPES: Mapping[TrainedDtype, Dtype] = {"F32": "fp32", "BF16": "bf16"}
@@ -110,7 +110,7 @@ def check_state_of_all(origin: Packed, options: TrainOptions, training: Training
     before: Collection[str] = origin.shape.trained
     if recorded is not None:
         before = decode_trained(read_small_file(path, recorded), str(path))
-    trains = trained_by(options, origin.shape.ties) or (lambda fqn: True)
+    trains = trained_by(options, ties_in_training(origin.shape)) or (lambda fqn: True)
     added = [fqn for fqn in origin.shape.trained if fqn not in before and trains(fqn)]
     frozen = [fqn for fqn in origin.shape.trained if fqn in before and not trains(fqn)]
     notes = []

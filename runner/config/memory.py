@@ -18,7 +18,7 @@ from manifests.schedules.actions import Table
 from runner.config.flags import TrainOptions
 from runner.config.optimizers import optimizer_of
 from runner.config.parallel_dims import ParallelDims
-from runner.config.trained import trained_by
+from runner.config.trained import ties_in_training, trained_by
 
 _NBYTES = {"fp32": 4, "bf16": 2}
 _STORED_NBYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -67,7 +67,7 @@ def planned_memory(
         recompute=compute.recompute,
         loss_chunk=compute.loss_chunk,
         host_memory=host_memory,
-        trains=trained_by(options, shape.ties) or (lambda fqn: True),
+        trains=trained_by(options, ties_in_training(shape)) or (lambda fqn: True),
         adapters=dict(sizes),
         dropout_rank=lora.rank if lora is not None and lora.dropout else 0,
         state_of=lambda fqn: state.get(fqn, 2.0),  # adapters are trained by AdamW

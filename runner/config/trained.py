@@ -8,6 +8,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from manifests.errors import UsageError
 from manifests.models import ModelShape
 from manifests.models.adapters import ALL_LINEAR, Target, adapter_sizes, is_adapter
+from manifests.models.mtp import MtpLayers
+from manifests.models.trainable import generic_entry
 from runner.config.flags import TrainOptions
 
 Trains = Callable[[str], bool]  # of a parameter, by its FQN
@@ -24,12 +26,22 @@ def trained_by(options: TrainOptions, ties: Iterable[Collection[str]]) -> Trains
     return lambda fqn: any(pattern.search(name) for pattern in patterns for name in tied.get(fqn, (fqn,)))
 
 
+def ties_in_training(shape: ModelShape) -> tuple[tuple[str, ...], ...]:
+    """Return the FQNs of what is tied in a run: what files tie, and the model with the copies in its MTP layers."""
+    entry = generic_entry(shape.architecture)
+    mtp = None if entry is None else MtpLayers.find(entry, shape)
+    if entry is None or mtp is None:
+        return shape.ties
+    copies = mtp.ties(entry, (shape.modules,))
+    return (*shape.ties, *(tuple(member.fqn for member in group.members) for group in copies))
+
+
 def trained_params(options: TrainOptions, shape: ModelShape) -> Mapping[str, int]:
     """Return the numbers of parameters that a run trains, by FQN."""
     if options.lora is not None:
         lora = options.lora
         return dict(adapter_sizes(shape, lora.target, lora.rank, has_experts=lora.experts))
-    trains = trained_by(options, shape.ties) or (lambda fqn: True)
+    trains = trained_by(options, ties_in_training(shape)) or (lambda fqn: True)
     return {fqn: shape.count_params(fqn) for fqn in shape.tensors if trains(fqn)}
 
 

@@ -30,7 +30,7 @@ from runner.config.optimizers import (
     is_flagged_for,
     optimizer_of,
 )
-from runner.config.trained import trained_by
+from runner.config.trained import ties_in_training, trained_by
 
 _TINY: tuple[tuple[int, ...], ...] = ((6,), (2, 6, 4), (6, 4))  # what a class says of the last is shown
 _SHAPES: tuple[StateShape, ...] = ("parameter", "vector", "matrix", "rows", "columns", "scalar")
@@ -87,7 +87,7 @@ def plan_groups(
     name = options.optim.optimizer
     if stored is not None and name is None:
         check_flags(stored, options.given, shape)
-    trains = None if options.lora else trained_by(options, shape.ties)
+    trains = None if options.lora else trained_by(options, ties_in_training(shape))
     tensors = {fqn: dims for fqn, dims in shape.trained.items() if trains is None or trains(fqn)}
     trained = replace(shape, tensors=tensors)
     plan = declare_kinds(optimizer_of(options.optim, shape, stored), trained)

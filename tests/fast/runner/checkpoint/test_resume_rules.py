@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from manifests.digest import digest_bytes
 from manifests.errors import InputError, UsageError
 from manifests.schedules.learning_rate import rate_at
-from manifests.schema import DataPosition, LearningRate, TrainingState
+from manifests.schema import DataPosition, LearningRate, OptimizerState, ParameterGroup, TrainingState
 from manifests.trained import STEPS_NAME, TRAINED_NAME, encode_steps, encode_trained
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.history import checkpoint_path
@@ -31,9 +32,10 @@ from runner.checkpoint.resume import (
     schedule_notes,
 )
 from runner.config.flags import TrainOptions, parse_training, recall
-from tests.builders import pack
+from tests.builders import EMBEDDING, HEAD, pack
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
+from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
 
 Wording = Callable[[str], None]
 GROUP = STATE["optimizer"]["groups"][0]
@@ -241,6 +243,24 @@ def test_state_of_what_a_run_froze_is_missed_before_anything_is_read(trained: Pa
             check_state_of_all(origin, refused, training)
         assert (error.value.code, error.value.where) == ("resume.no-optimizer-state", f"{trained}/manifest.json")
     wording(str(error.value))
+
+
+def test_embedding_and_head_that_mtp_layers_copy_are_not_frozen(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps({**config_of(1), "dtype": "float32"}))
+    weights = {fqn: weight.clone() for fqn, weight in random_weights(1).items()}
+    save_file(weights, tmp_path / "source" / "model.safetensors", {"format": "pt"})
+    packed = pack(tmp_path / "source", tmp_path / "packed", "pp=1")
+    text = encode_trained([EMBEDDING, HEAD, *(fqn for fqn in weights if "layers.4." in fqn)])
+    (packed / TRAINED_NAME).write_bytes(text)
+    record = {"path": TRAINED_NAME, "nbytes": len(text), "digest": digest_bytes(text)}
+    change_manifest(packed, lambda document: document["files"].append(record))
+    group = ParameterGroup(beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
+    optimizer = OptimizerState(name="AdamW", max_norm=1.0, groups=(group,), ema=0.9)
+    training = TrainingState(step=1, num_tokens=8, optimizer=optimizer)
+    for layers, num_notes in ((r"layers\.4\.", 0), ("layers.4.enorm", 1)):
+        notes = check_state_of_all(open_packed(packed), options("--train-only", layers, "--ema", "0.9"), training)
+        assert len(notes) == num_notes
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,9 @@ from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import check_trained, trained_by, trained_params
 from runner.tensors.dtensor import local_of
 from runner.training.mixed_precision import keep_as_stored, master_of
+from tests.builders import EMBEDDING, HEAD
 from tests.fast.manifests.models.built import read_config
+from tests.process.runner.pipeline.mtp_oracle import shape_of
 
 SHAPE = model_shape(read_config("tiny-llama"))
 BASE = ["--data", "synthetic"]
@@ -54,6 +57,20 @@ def test_tied_parameters_are_trained_if_one_of_them_is() -> None:
     assert [trains(fqn) for fqn in ("model.embed_tokens.weight", "model.norm.weight")] == [True, False]
     assert trains("model.layers.1.mlp.up_proj.weight")
     assert trained_by(parse_training(BASE), ties) is None
+
+
+def test_copies_in_mtp_layers_train_the_embedding_and_the_head() -> None:
+    shape, place = shape_of(1), Placement(num_stages=1, num_ranks=1, style="loop")
+    layer = f"model.layers.{shape.num_layers}."
+    copies = {f"{layer}embed_tokens.weight", f"{layer}shared_head.head.weight"}
+    assert copies <= shape.tensors.keys()
+    options = parse_training([*BASE, "--train-only", re.escape(layer)])
+    expected = {EMBEDDING, HEAD, *(fqn for fqn in shape.tensors if fqn.startswith(layer))}
+    assert trained_params(options, shape).keys() == expected
+    table, degrees = schedule_table("1F1B", place, 1), ParallelDims(pipeline=1)
+    (planned,) = planned_memory(shape, [shape.modules], table, options, degrees).stages
+    assert planned.gradients == 4 * sum(map(shape.count_params, expected))
+    assert planned.optimizer == 2 * planned.gradients
 
 
 def test_run_with_adapters_trains_them_alone() -> None:
