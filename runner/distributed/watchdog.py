@@ -282,7 +282,11 @@ def dump_flight_recorder(rank: int) -> None:
 def run_briefly(act: Callable[[], None]) -> None:
     """Run something in a thread, and wait for it a few seconds at most: a lock, or the disk of a log, may hang."""
     thread = threading.Thread(target=act, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # a limit on threads is reached
+        act()
+        return
     thread.join(_LIMIT_S)
 
 

@@ -417,6 +417,26 @@ def test_log_folder_whose_disk_does_not_answer_keeps_no_step_from_its_timeout(
     assert (is_ended, codes) == (True, [5])
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_step_that_hangs_ends_a_rank_that_gets_no_more_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes = SimpleQueue[int]()
+
+    def leave(code: int) -> None:
+        codes.put(code)
+        raise SystemExit  # which ends the thread
+
+    monkeypatch.setattr(os, "_exit", leave)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    with Watchdog(tmp_path, 0, [0], step_timeout_s=1, can_stop=False) as watchdog:
+        before = threading.stack_size(1 << 60)  # which no thread gets
+        try:
+            watchdog.beat(1)
+            assert codes.get(timeout=20) == 5
+        finally:
+            threading.stack_size(before)
+    assert "in _watch\n" in log_path(tmp_path, 0).read_text()
+
+
 @pytest.fixture
 def loggers() -> Iterator[None]:
     """Leave handlers as they were."""

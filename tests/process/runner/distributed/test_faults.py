@@ -441,3 +441,24 @@ run_rank(act)
     with started(1, str(script)) as (rank,):
         assert rank.wait(60) == 3, rank.said
         assert "[shard.digest-mismatch]" in rank.said
+
+
+def test_rank_that_gets_no_more_threads_reports_its_error_and_ends(tmp_path: Path) -> None:
+    script = tmp_path / "threads.py"
+    script.write_text("""
+import errno
+import os
+import threading
+
+from runner.distributed.rank_process import run_rank
+
+def act(world):
+    threading.stack_size(1 << 60)  # which no thread gets
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+run_rank(act)
+""")
+    with started(1, str(script)) as (rank,):
+        assert rank.wait(60) == 5, rank.said
+        assert "[system.io]" in rank.said
+        assert "Traceback" not in rank.said
