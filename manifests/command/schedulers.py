@@ -16,6 +16,12 @@ from manifests.errors import InputError, LaunchError, UsageError, UserError
 _LIMIT_S = 60
 _SETTINGS = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")  # the user's, or the site's
 _SILENT = "launch.scheduler-silent"
+# What Slurm, and Kubernetes or a proxy before it, report where the answer to a request was lost.
+_LOST = re.compile(
+    r"time(d )?-?out|deadline exceeded|zero bytes|(send|receive) failure"
+    r"|\beof\b|connection (reset|broken)|broken pipe|http2: |stream error|bad gateway|leader changed",
+    re.IGNORECASE,
+)
 
 
 def working_folder() -> str:
@@ -91,8 +97,7 @@ def submitting(find: str, cancel: str) -> Iterator[None]:
 
 def may_be_submitted(error: UserError) -> bool:
     """Whether a job may be submitted although submitting it failed with this error."""
-    is_late = re.search("time(d )?-?out|deadline exceeded", error.problem, re.IGNORECASE)
-    return error.code == _SILENT or is_late is not None
+    return error.code == _SILENT or _LOST.search(error.problem) is not None
 
 
 MOUNT = re.compile(r"(/[^:]*|[a-z0-9]([-a-z0-9.]*[a-z0-9])?):(?P<target>/[^:/][^:]*)")  # a claim's name is a DNS name

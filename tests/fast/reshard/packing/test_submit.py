@@ -75,6 +75,7 @@ def test_sizes_reach_parts_as_they_are(source: Path, tmp_path: Path) -> None:
     [
         ("echo queued", "", "launch.scheduler-silent", "squeue --me --name=reshard-pack"),
         ("echo Socket timed out >&2; exit 1", "", "launch.scheduler-failed", "squeue --me --name=reshard-pack"),
+        ("echo Zero Bytes were transmitted or received >&2; exit 1", "", "launch.scheduler-failed", "squeue --me"),
         ("echo Invalid account >&2; exit 1", "", "launch.scheduler-failed", ""),
         ("[ $# = 3 ] && echo 7 || exit 1", "exit 0", "launch.scheduler-failed", ""),
         ("[ $# = 3 ] && echo 7 || exit 1", "exit 1", "launch.scheduler-failed", "scancel 7"),

@@ -25,6 +25,7 @@ from runner.rundir.records import (
     heartbeat_path,
     launcher_heartbeat_path,
     read_job_record,
+    read_run_record,
     read_state,
     write_beat,
     write_job_record,
@@ -35,6 +36,7 @@ from tests.builders import llama_config, pack, write_model
 
 SLURM = JobRecord(scheduler="slurm", id="7", name="tiny", output="/x/slurm-7.out")
 ELSEWHERE = JobRecord(scheduler="local", id="7", name="tiny", output="", host="elsewhere", birth="a boot 17")
+JOBSET = JobRecord(scheduler="jobset", id="tiny", name="tiny", output="", birth="u")
 
 
 @pytest.fixture
@@ -310,28 +312,56 @@ def test_job_of_which_sbatch_says_nothing_is_looked_for(
     wording(str(error))
 
 
-def test_job_whose_name_an_ended_jobset_has_leaves_that_one_on_record(place: Path, packed: Path) -> None:
-    """Source: kubectl 1.32, create of what exists; a JobSet stays until it is deleted, whatever its log folder is."""
-    log, record = place / "log", JobRecord(scheduler="jobset", id="tiny", name="tiny", output="", birth="u")
+def refused_jobset(place: Path, packed: Path) -> UserError:
+    """Return why a JobSet is not launched with the log folder of JOBSET, another run."""
+    log = place / "log"
     log.mkdir()
     write_run_record(log, {"id": "the first"})
-    write_job_record(log, record)
+    put_job(place, JOBSET)
     (log / "metrics.jsonl").write_text("")
-    ended = json.dumps({"metadata": {"uid": "u"}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
-    problem = 'Error from server (AlreadyExists): error when creating "STDIN": jobsets "tiny" already exists'
-    put_program(place, "kubectl", f"case $1 in create) echo '{problem}' >&2; exit 1;; get) echo '{ended}';; "
-                                  f"delete) echo > {place}/deleted;; esac")  # fmt: skip
     flags = ("--image", "i", "--name", "tiny", "--mount", f"claim:{place}", "--mount", f"claim:{packed.parent}")
     asked = ["launch", str(packed), "--scheduler", "jobset", "--log-dir", str(log), *flags, "--", "--data", "synthetic"]
     error = CliRunner().invoke(cli, asked).exception
     assert isinstance(error, UserError)
     assert error.code == "launch.scheduler-failed"
+    return error
+
+
+def test_job_whose_name_an_ended_jobset_has_leaves_that_one_on_record(place: Path, packed: Path) -> None:
+    """Source: kubectl 1.32, create of what exists; a JobSet stays until it is deleted, whatever its log folder is."""
+    ended = json.dumps({"metadata": {"uid": "u"}, "status": {"conditions": [{"type": "Failed", "status": "True"}]}})
+    problem = 'Error from server (AlreadyExists): error when creating "STDIN": jobsets "tiny" already exists'
+    put_program(place, "kubectl", f"case $1 in create) echo '{problem}' >&2; exit 1;; get) echo '{ended}';; "
+                                  f"delete) echo > {place}/deleted;; esac")  # fmt: skip
+    error, log = refused_jobset(place, packed), place / "log"
     assert "runner cancel" in error.hint
-    assert read_job_record(log) == record
+    assert read_job_record(log) == JOBSET
     names = {path.name for path in log.iterdir()} - {".launch.lock"}
     assert names == {"run.json", "job.json", "metrics.jsonl"}
     assert CliRunner().invoke(cli, ["cancel", str(log)]).exception is None
     assert (place / "deleted").exists()
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        "unexpected EOF",
+        "read tcp 10.0.0.1:5->10.0.0.2:6443: read: connection reset by peer",
+        "http2: client connection lost",
+        "Error from server: etcdserver: leader changed",
+    ],
+)
+def test_jobset_that_may_run_although_its_answer_is_lost_has_the_log_folder(
+    problem: str, place: Path, packed: Path
+) -> None:
+    """Source: what kubectl prints of Go's net/http and of etcd."""
+    put_program(place, "kubectl", f"[ $1 != create ] || {{ echo '{problem}' >&2; exit 1; }}")
+    assert "kubectl delete jobset tiny" in refused_jobset(place, packed).hint
+    run = read_run_record(place / "log")
+    assert run is not None
+    assert run["id"] != "the first"
+    assert not (place / "log" / "job.json").exists()
+    assert not (place / "log" / "metrics.jsonl").exists()
 
 
 def test_job_that_can_be_neither_recorded_nor_cancelled_is_named(place: Path, packed: Path) -> None:
