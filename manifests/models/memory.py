@@ -148,7 +148,7 @@ def estimate_memory(
         by_stage.append(
             Memory(
                 weights=weights + (0 if embeds else borrowed * policy.compute),
-                gradients=gradients + borrowed * policy.master,
+                gradients=gradients + borrowed * (policy.sharded_gradient if training.is_sharded else policy.master),
                 optimizer=optimizer,
                 activations=peaks[stage],
                 receive_buffers=boundary * (received.stages[stage] + sent[stage]),
@@ -366,10 +366,11 @@ def _state_nbytes(
             elif training.frozen_nbytes not in (None, policy.compute):
                 is_here = not training.is_fused or is_shared(fqn, shape, training)
                 optimizer += times * count * training.frozen_nbytes * is_here
-        gradients += num_params * policy.master
         if training.is_sharded:  # see Note [Memory of a rank]
+            gradients += num_params * policy.sharded_gradient
             optimizer += sum((count + state[shards]) * policy.master // shards for shards, count in by_shards.items())
         else:
+            gradients += num_params * policy.master
             optimizer += (state.total() + by_shards.total() * policy.has_masters) * policy.master
     return weights, gradients, optimizer
 

@@ -61,6 +61,11 @@ class DtypePolicy:
     def has_masters(self) -> bool:
         return self.master != self.compute
 
+    @property
+    def sharded_gradient(self) -> int:
+        """Bytes of an element of a gradient that FSDP accumulates."""
+        return max(self.master, self.reduce)
+
 
 POLICIES: Mapping[str, DtypePolicy] = {
     policy.name: policy

@@ -5,10 +5,10 @@ combination].
 
 # Note [One reduction a step]
 Schedules run backwards microbatch by microbatch, some in two parts, and none of torch's own hooks is right for all of
-them. So gradients are accumulated locally while a schedule runs, in the dtype of masters. When it has ended,
-`reduce_gradients` makes FSDP reduce-scatter them, and all-reduces over replicas those that are not sharded: once per
-step, in the dtype of the reduction, by sum, because the loss is already the mean over the valid tokens of all ranks
-(Note [Loss over tokens]).
+them. So gradients are accumulated locally while a schedule runs, in the dtype of masters, or, where FSDP shards them,
+in that of the reduction if it is wider. When it has ended, `reduce_gradients` makes FSDP reduce-scatter them, and
+all-reduces over replicas those that are not sharded: once per step, in the dtype of the reduction, by sum, because the
+loss is already the mean over the valid tokens of all ranks (Note [Loss over tokens]).
 
 # Note [Tensor parallelism]
 Matrices are sharded as in Megatron: the first of a block column-wise, so that each rank has whole heads or hidden
@@ -143,9 +143,8 @@ def _shard(chunk: StageChunk, mesh: Mesh, compute: ComputeOptions) -> None:
     dtype = FLAG_DTYPES[compute.dtype] if compute.has_masters or chunk.dtypes else None
     # What stages compute in float32 stays so: parameters as the family has them, and the inputs of layers.
     # FSDP accumulates in its reduce_dtype, too: `_reduce_sharded` sets that of the reduction alone.
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=FLAG_DTYPES[compute.master_dtype], cast_forward_inputs=False
-    )
+    sum_dtype = torch.promote_types(FLAG_DTYPES[compute.master_dtype], FLAG_DTYPES[compute.reduce_dtype])
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=sum_dtype, cast_forward_inputs=False)
     around = (REPLICATE,) if mesh.degrees.replicate > 1 else ()
     experts = [module for module in chunk.body.modules() if any(map(_is_expert, module.parameters(recurse=False)))]
     # Adapters of experts are whole on every rank: each is gathered by itself, where its product is computed.
@@ -216,7 +215,7 @@ def _reduce_sharded(root: FSDPModule, dtype: torch.dtype) -> None:
 
 
 def _accumulate(root: nn.Module | FSDPModule, *, adds_zeros: bool = False) -> None:
-    """Add gradients to those before in the dtype of masters, as torch does when a whole backward has ended."""
+    """Add gradients to those before in the dtype of the policy, as torch does when a whole backward has ended."""
     for parameter in (parameter for group in _groups_of(root) for parameter in group.fsdp_params):
         unsharded = getattr(parameter, "_unsharded_param", None)  # None: never gathered
         if unsharded is None or not unsharded.requires_grad:

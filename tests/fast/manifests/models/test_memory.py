@@ -218,14 +218,20 @@ def estimate(
     return estimate_memory(shape, stages, schedule_table(schedule, placement, num_microbatches), training)
 
 
-@pytest.mark.parametrize(("policy", "nbytes"), [("fp32", 8 + 12 / 4), ("bf16", 4 + 6 / 4), ("mixed", 6 + 12 / 4)])
-def test_fsdp_shards_what_the_optimizer_steps_and_gathers_the_rest(policy: str, nbytes: float) -> None:
-    shape = model_shape(read_config("tiny-llama"))
-    for reduced in (2, 4):  # gradients are accumulated in the dtype of masters
-        dtypes = replace(POLICIES[policy], reduce=reduced)
-        training = Training(policy=dtypes, microbatch=1, seq_len=4, shard=4)
-        (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
-        assert rank.state == nbytes * shape.num_params
+@pytest.mark.parametrize(
+    ("policy", "reduced", "nbytes"),
+    [
+        *(("fp32", reduced, 8 + 12 / 4) for reduced in (2, 4)),
+        ("bf16", 2, 4 + 6 / 4),
+        ("bf16", 4, 6 + 6 / 4),  # gradients are accumulated in the wider dtype of masters and reduction
+        *(("mixed", reduced, 6 + 12 / 4) for reduced in (2, 4)),
+    ],
+)
+def test_fsdp_shards_what_the_optimizer_steps_and_gathers_the_rest(policy: str, reduced: int, nbytes: float) -> None:
+    shape, dtypes = model_shape(read_config("tiny-llama")), replace(POLICIES[policy], reduce=reduced)
+    training = Training(policy=dtypes, microbatch=1, seq_len=4, shard=4)
+    (rank,) = estimate(shape, "GPipe", Placement(num_stages=1, num_ranks=1), 1, training).ranks
+    assert rank.state == nbytes * shape.num_params
 
 
 def test_tensor_parallel_ranks_share_matrices_and_each_has_the_norms() -> None:

@@ -212,8 +212,8 @@ def test_gradients_of_microbatches_are_added_up_in_float32(folder: Path) -> None
 
 
 def add_up(folder: Path, compute: ComputeOptions, step: int, microbatch: int) -> Mapping[str, torch.Tensor]:
-    """Add up, in the dtype of masters, the gradients that autograd alone computes of each microbatch."""
-    alike, master = replace(compute, master_dtype=compute.dtype), DTYPES[compute.master_dtype]
+    """Add up, in float32, the gradients that autograd alone computes of each microbatch."""
+    alike = replace(compute, master_dtype=compute.dtype)
     batch, gradients = padded_batch(step, size=BATCH.global_batch), list[Mapping[str, torch.Tensor]]()
     for begin in range(0, BATCH.global_batch, microbatch):
         chunks, _ = build(folder, alike)
@@ -222,7 +222,7 @@ def add_up(folder: Path, compute: ComputeOptions, step: int, microbatch: int) ->
         loss = torch.nn.functional.cross_entropy(logits, rows.labels.flatten(), reduction="sum")
         torch.autograd.backward(loss / batch.num_tokens)
         gradients.append(gradients_of(chunks))
-    return {fqn: reduce(torch.add, [part[fqn].to(master) for part in gradients]) for fqn in gradients[0]}
+    return {fqn: reduce(torch.add, [part[fqn].float() for part in gradients]) for fqn in gradients[0]}
 
 
 def check_equal(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -295,10 +295,14 @@ REDUCED: Mapping[str, ComputeOptions] = {
 
 
 @pytest.mark.parametrize("name", REDUCED)
-def test_shards_accumulate_in_the_dtype_of_masters(folder: Path, alone: DeviceMesh, name: str) -> None:
-    """A rank alone reduces nothing, and rounds nothing to the dtype of the reduction."""
+def test_shards_accumulate_in_the_wider_dtype_of_masters_and_reduction(
+    folder: Path, alone: DeviceMesh, name: str
+) -> None:
+    """A rank alone reduces nothing: its sums are rounded once, to the dtype of masters."""
     assert alone.size() == 1
-    check_equal(gradients_of_shards(folder, REDUCED[name]), add_up(folder, REDUCED[name], 0, 1))
+    compute = REDUCED[name]
+    sums, master = add_up(folder, compute, 0, 1), DTYPES[compute.master_dtype]
+    check_equal(gradients_of_shards(folder, compute), {fqn: gradient.to(master) for fqn, gradient in sums.items()})
 
 
 def gradients_of_shards(
