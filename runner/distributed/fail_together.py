@@ -17,10 +17,15 @@ from manifests.errors import InputError, RankError, UnreachableError, UserError,
 from runner.rundir.exit_report import code_of, rank_label
 
 T = TypeVar("T")
-_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory")
-# Errors of CUDA that every attempt would meet: a kernel refuses its input, or was not built for this GPU. An illegal
-# memory access comes from a bug or from a failing GPU: with a bug, a restart saves nothing newer, and is the last one.
-_BUGS_ON_GPU = ("device-side assert", "invalid argument", "invalid configuration", "invalid device", "no kernel image")
+_OUT_OF_MEMORY = (
+    "can't allocate memory", "out of memory", "std::bad_alloc", "cannot allocate memory", "cublas_status_alloc_failed",
+)  # fmt: skip
+# Errors of CUDA that every attempt would meet: a kernel or cuBLAS refuses its input, or was not built for this GPU. An
+# illegal memory access comes from a bug or a failing GPU: with a bug, a restart saves nothing newer, and is the last.
+_BUGS_ON_GPU = (
+    "device-side assert", "invalid argument", "invalid configuration", "invalid device", "no kernel image",
+    "CUBLAS_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_INVALID_VALUE", "CUBLAS_STATUS_ARCH_MISMATCH",
+)  # fmt: skip
 _REQUEST = re.compile(r"tried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _HINT = (
     "--ac full, --loss-chunk N, a smaller --microbatch, --dp-shard N or more stages (reshard pack MANIFEST --layout "

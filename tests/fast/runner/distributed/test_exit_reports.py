@@ -50,6 +50,7 @@ OWN = ExitReport(
 )
 NOW = 1_000_000
 DEBUGGING = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"  # which torch adds to all of them
+CUBLAS = "CUDA error: CUBLAS_STATUS_{} when calling `cublasGemmEx(handle)`"
 STOPS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
 
 
@@ -227,8 +228,9 @@ def test_report_is_left_to_the_agent_that_reads_it_and_to_no_other(
         (MemoryError(), ""),
         (OSError(12, "Cannot allocate memory"), ""),
         (RuntimeError("std::bad_alloc"), ""),
+        (RuntimeError(CUBLAS.format("ALLOC_FAILED")), ""),
     ],
-    ids=["cpu", "cuda", "python", "kernel", "c++"],
+    ids=["cpu", "cuda", "python", "kernel", "c++", "cublas"],
 )  # fmt: skip
 def test_out_of_memory_is_recognized_whatever_raises_it(error: Exception, wanted: str) -> None:
     wrapped = RuntimeError("[Stage 2] failed to run forward")
@@ -245,14 +247,15 @@ def test_out_of_memory_is_recognized_whatever_raises_it(error: Exception, wanted
         (torch.AcceleratorError(f"CUDA error: uncorrectable ECC error encountered\n{DEBUGGING}"), 5),
         (torch.AcceleratorError(f"CUDA error: an illegal memory access was encountered\n{DEBUGGING}"), 5),
         (torch.AcceleratorError("HIP error: unspecified launch failure"), 5),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"), 5),
+        (RuntimeError(CUBLAS.format("EXECUTION_FAILED")), 5),
         (torch.AcceleratorError(f"CUDA error: device-side assert triggered\n{DEBUGGING}"), 1),
         (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), 1),
+        *((RuntimeError(CUBLAS.format(status)), 1) for status in ("NOT_SUPPORTED", "INVALID_VALUE", "ARCH_MISMATCH")),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 1),
         (AssertionError(), 1),
     ],
-    ids=["ecc", "memory access", "hip", "cublas", "assert", "kernel image", "torch", "ours"],
-)
+    ids=["ecc", "memory access", "hip", "cublas", "assert", "image", "unsupported", "value", "arch", "torch", "ours"],
+)  # fmt: skip
 def test_gpu_that_fails_is_no_bug_and_a_kernel_that_refuses_its_input_is(error: Exception, code: int) -> None:
     wrapped = RuntimeError("[Stage 2] failed to run forward")
     wrapped.__cause__ = error
