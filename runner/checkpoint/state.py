@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import prod
@@ -34,7 +35,7 @@ _CPU = torch.device("cpu")
 _SLAB_NBYTES, _ALIGNMENT = 1 << 30, 64
 _LEAST_PINNED_NBYTES = 4 << 20  # smaller memory is of malloc, and CUDA locks a page once
 _GATHERED_NBYTES, _SLICE_NBYTES = 1 << 30, 256 << 20  # see Note [Large parameters]
-_PORTABLE = 1  # cudaHostRegisterPortable
+_PORTABLE, _NO_MEMORY = 1, 2  # cudaHostRegisterPortable, cudaErrorMemoryAllocation
 _HINT = (
     "copies of the state of all ranks on a node must fit into its memory, for --publish two copies of their weights; "
     "--checkpoint-sync needs none"
@@ -125,7 +126,7 @@ def nbytes_of(state: Held) -> int:
 class HostCopy:
     """Host memory for a copy of a rank's state, reused for each checkpoint.
 
-    It is pinned memory where the tensors are on a GPU, and touched beforehand where they are not, so that
+    It is pinned memory where the tensors are on a GPU and CUDA can lock it, and touched beforehand otherwise, so that
     filling it takes no longer than copying. `dtype_of` are the dtypes of the copies.
 
     # Note [Slabs]
@@ -155,8 +156,7 @@ class HostCopy:
             sizes = [*map(_aligned_nbytes, run)]
             nbytes = max(sum(sizes), _LEAST_PINNED_NBYTES if is_pinned else 0)
             slab = empty_like(torch.empty(nbytes, dtype=torch.uint8, device="meta"), _CPU)
-            if is_pinned:
-                _pin(slab)
+            if is_pinned and _pin(slab):
                 weakref.finalize(self, _unpin, slab).atexit = False
             else:
                 slab.zero_()
@@ -295,12 +295,18 @@ def _regions_of_whole(tensor: torch.Tensor, sharing: dist.ProcessGroup | None) -
                 yield rows, (part.offset[0] + row, *part.offset[1:])
 
 
-def _pin(memory: torch.Tensor) -> None:
+def _pin(memory: torch.Tensor) -> bool:
+    """Lock memory for copies from a GPU, and return whether CUDA does that here; some sandboxes and boards do not."""
     status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))  # type: ignore[no-untyped-call]
-    if status:
-        problem = f"out of memory: failed to lock {show_bytes(memory.nbytes)} of host memory, CUDA error {status}"
+    if status == _NO_MEMORY:
+        problem = f"out of memory: failed to lock {show_bytes(memory.nbytes)} of host memory"
         with errors_of_rank(dist.get_rank()):
             raise ExhaustedError("", problem, _HINT, code="system.out-of-memory")
+    if status:
+        # CUDA keeps the error, and torch raises it after the next kernel, whatever that is: here it is this one.
+        with suppress(torch.AcceleratorError):
+            torch.ones(1, device="cuda")
+    return not status
 
 
 def _unpin(memory: torch.Tensor) -> None:

@@ -101,13 +101,16 @@ def test_copy_keeps_what_was_held_when_training_goes_on(folder: Path) -> None:
 
 
 class Cudart:
-    """What locks memory for a GPU, and how many bytes at which address."""
+    """What locks memory for a GPU, and how many bytes at which address; and its last error."""
 
     def __init__(self, status: int = 0) -> None:
-        self.status, self.pinned = status, dict[int, int]()
+        self.status, self.pinned, self.last_error = status, dict[int, int](), 0
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.pinned[address] = nbytes
+        if self.status:
+            self.last_error = self.status
+        else:
+            self.pinned[address] = nbytes
         return self.status
 
     def cudaHostUnregister(self, address: int) -> int:
@@ -146,6 +149,29 @@ def test_host_memory_that_cannot_be_pinned_ends_the_rank_as_out_of_memory(monkey
     with pytest.raises(OneRankError) as refused:
         HostCopy(on_gpu([(3,)]))
     assert (refused.value.code, refused.value.exit_code) == ("system.out-of-memory", 5)
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_host_memory_that_cuda_cannot_lock_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cudaErrorNotSupported, as of devices that are not I/O coherent; torch raises the last error after any kernel."""
+    cudart = Cudart(status=801)
+
+    def launch(*size: int, device: str) -> None:
+        status, cudart.last_error = cudart.last_error, 0
+        if status:
+            raise torch.AcceleratorError(f"CUDA error: {status}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch, "ones", launch)
+    tensors = {"a": torch.arange(5.0).as_subclass(OnGpu), "b": torch.arange(9).as_subclass(OnGpu)}
+    held: Held = {0: {"weights": whole_pieces(tensors)}}
+    copies = named(HostCopy(held).fill(held))[0]["weights"]
+    assert all(copies[fqn].equal(tensor) for fqn, tensor in tensors.items())
+    assert cudart.last_error == 0
 
 
 def test_copies_of_tensors_of_any_size_are_apart(monkeypatch: pytest.MonkeyPatch) -> None:
