@@ -11,7 +11,7 @@ from manifests.digest import PREFIX
 from manifests.errors import InputError, Parameter, UsageError, as_int
 from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
-from manifests.models.adapters import has_adapters
+from manifests.models.adapters import LORA_A, has_adapters
 from manifests.optimizer_state import stored_kinds
 from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
 from manifests.trained import RUN_FILES
@@ -26,7 +26,7 @@ from reshard.checks.compare import (
 )
 from reshard.checks.signature import check_signature
 from reshard.copy.runs import ByteCounter, Progress, counting
-from reshard.formats.manifest.read import describe, open_packed, open_with_bundles
+from reshard.formats.manifest.read import adapters_in, describe, open_packed, open_with_bundles
 from reshard.formats.open import open_source
 from reshard.formats.table import CheckOptions
 from reshard.tensors.checkpoint import Checkpoint
@@ -177,14 +177,29 @@ def check_packed(folder: Folder, findings: Findings, options: CheckOptions) -> C
     for finding in done.differences:
         hint = "" if finding.code else again
         findings.add(finding.where, finding.problem, hint, code=finding.code or "check.manifest")
-    opened = open_packed(read) if options.reads_tensors and not done.differences else None
+    tensors, state = _tensors_to_read(read) if options.reads_tensors and not done.differences else ({}, ())
     return Contents(
         num_tensors=done.num_tensors,
         num_files=sum(len(stage.shards) for stage in read.manifest.stages),
         nbytes=done.nbytes,
-        tensors={} if opened is None else opened.tensors,
-        state=() if opened is None else opened.state,
+        tensors=tensors,
+        state=state,
     )
+
+
+def _tensors_to_read(read: ReadManifest) -> tuple[Mapping[str, TensorAt], Sequence[TensorAt]]:
+    """Return the weights, and what may be zero: optimizer state, and the matrices of adapters that begin as zeros."""
+    if not has_adapters(read.manifest):
+        opened = open_packed(read)
+        return opened.tensors, opened.state
+    stored = adapters_in(read)
+    state = [
+        tensor
+        for kind, tensors in stored.items()
+        for tensor in tensors
+        if kind != WEIGHTS or not tensor.name.endswith(LORA_A)
+    ]
+    return {tensor.name: tensor for tensor in stored[WEIGHTS]}, state
 
 
 def _nbytes_to_read(manifest: Manifest, options: VerifyOptions) -> int:

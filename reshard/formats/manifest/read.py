@@ -124,6 +124,14 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
     )
 
 
+def adapters_in(read: ReadManifest) -> dict[Holds, list[TensorAt]]:
+    """Return the tensors of a checkpoint of adapters, and of their optimizer state, by kind."""
+    bundles, kinds = Bundles(read.manifest, read.folder), stored_kinds(read.manifest)
+    bundles.read_ahead(read.manifest.stages, kinds)
+    stages = read.manifest.stages
+    return {kind: [tensor for stage in stages for tensor in _whole_tensors(bundles, stage, kind)] for kind in kinds}
+
+
 def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
     """Return where an auxiliary file is; a model card without the section that `reshard push` has added."""
     file = folder.file(listed.path)

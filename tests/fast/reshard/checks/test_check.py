@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import _TYPES as TORCH
 
 import reshard as api
+from manifests.models.adapters import RECORD_NAME
 from manifests.safetensors import DTYPE_BITS
 from reshard.checks.check import check_values
 from reshard.tensors.comparison import Findings
@@ -39,6 +40,7 @@ from tests.builders import (
 from tests.builders import write_safetensors as write_shard
 from tests.fast.manifests.models.built import DECODERS, TINY, build, perturb, read_config
 from tests.fast.manifests.models.catalogued import DOZEN, save_tiny
+from tests.fast.reshard.forged import change_manifest, change_stage, digest
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
 from tests.fast.trained import MOMENTS, read_stage, write_moments, write_trained
 
@@ -383,6 +385,32 @@ def test_values_of_optimizer_state_are_read(tmp_path: Path) -> None:
     write_moments(trained, 1, MOMENTS[0], zeros)
     assert problems(trained) == []
     assert problems(trained, "--values") == [("check.not-finite", f"stage-001/{MOMENTS[0]}/model.safetensors")]
+
+
+def test_values_of_adapters_alone_are_read(tmp_path: Path) -> None:
+    trained = write_trained(tmp_path, "pp=1")
+    halves = [f"model.layers.0.mlp.up_proj.lora_{half}.weight" for half in "AB"]
+    zeros = Tensor(dtype="F32", shape=(2, 2), data=bytes(16))
+    ones = replace(zeros, data=struct.pack("<4f", *[1] * 4))
+    spoiled = replace(zeros, data=struct.pack("<4f", 1, 1, 1, float("nan")))
+    record = {"path": RECORD_NAME, "nbytes": 2, "digest": digest(b"{}")}
+    (trained / RECORD_NAME).write_text("{}")
+    change_manifest(trained, lambda document: document["files"].append(record))
+
+    def values_of(a: Tensor, b: Tensor) -> list[tuple[str, str]]:
+        def change(tensors: dict[str, Tensor]) -> None:
+            tensors.clear()
+            tensors.update(zip(halves, (a, b), strict=True))
+
+        change_stage(trained, 0, change)
+        for moment in MOMENTS:
+            write_moments(trained, 0, moment, dict(zip(halves, (zeros, zeros), strict=True)))
+        return problems(trained, "--values")
+
+    path = "model-00001-of-00001.safetensors"
+    assert values_of(ones, zeros) == []
+    assert values_of(ones, spoiled) == [("check.not-finite", path)]
+    assert values_of(zeros, ones) == [("check.all-zero", path)]
 
 
 def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) -> None:

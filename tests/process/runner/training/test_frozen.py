@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,9 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, MiniMaxM2Config, MiniMaxM2ForCausalLM
 
 from reshard.formats.open import open_source
-from tests.builders import EMBEDDING, HEAD, pack, refusal, run
+from tests.builders import EMBEDDING, HEAD, pack, refusal, reshard, run
 from tests.fast.runner.tiny import save_model
+from tests.fast.trained import read_moments, write_moments
 from tests.process.local_jobs import forked_runner
 from tests.process.runner.training_jobs import job, run_jobs
 
@@ -38,11 +42,21 @@ def test_adapters_resume_on_another_layout_as_if_training_had_not_stopped(packed
     alone = pack(packed, tmp_path / "alone", "pp=1")
     more = train(alone, tmp_path / "c", *lora, "--steps", "4", "--checkpoint", checkpoints, "--resume", "auto",
                  "--save", tmp_path / "adapter")  # fmt: skip
-    tensor = ("--steps", "4", "--tp", "2", "--resume", checkpoints / "step-000002")
+    slices = tmp_path / "slices"
+    tensor = ("--steps", "4", "--tp", "2", "--resume", checkpoints / "step-000002", "--checkpoint", slices)
     shared = train(packed, tmp_path / "d", *lora, *tensor, launch=("--nproc-per-node", "4"))
     assert shared == pytest.approx(straight[2:], rel=5e-6)
     assert [*first, *more] == pytest.approx(straight, rel=1e-6)
     run("verify", checkpoints / "step-000004")
+    for healthy in (checkpoints, slices):
+        run("check", healthy / "step-000004", "--values")
+    damaged = shutil.copytree(checkpoints / "step-000004", tmp_path / "damaged")
+    moments = read_moments(damaged, 0, "exp_avg")
+    name, moment = next(iter(moments.items()))
+    moments[name] = replace(moment, data=struct.pack("<f", float("nan")) + moment.data[4:])
+    write_moments(damaged, 0, "exp_avg", moments)
+    (problem,) = reshard("check", damaged, "--values", "--json").json["problems"]
+    assert (problem["code"], repr(name) in problem["where"]) == ("check.not-finite", True)
     assert refusal("pack", checkpoints / "step-000004", "--layout", "pp=1", "--out", tmp_path / "no").found[:2] == (
         3, "manifest.adapters-alone",
     )  # fmt: skip
