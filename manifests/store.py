@@ -14,6 +14,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import InputError, ManifestError, ShardError, SourceError, refused_by_system, system_errors
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.jsontext import MAX_CONFIG_NBYTES, parse_config
+from manifests.models.adapters import PEFT_CONFIG, merge_hint
 from manifests.paths import is_file, open_regular
 from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
@@ -67,7 +68,10 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
         return ManifestError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
     below = newest_below(folder)
-    return ManifestError(where, problem, f"did you mean {below}?" if below else _UNFINISHED, code="manifest.missing")
+    hint = f"did you mean {below}?" if below else _UNFINISHED
+    if (folder / PEFT_CONFIG).exists():
+        hint = merge_hint(str(folder))
+    return ManifestError(where, problem, hint, code="manifest.missing")
 
 
 def newest_below(folder: Path) -> Path | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,6 +53,11 @@ def has_adapters(manifest: Manifest) -> bool:
 
 def is_adapter(fqn: str) -> bool:
     return fqn.endswith((LORA_A, LORA_B))
+
+
+def merge_hint(folder: str) -> str:
+    """Return what to do with a PEFT folder where a model is expected."""
+    return f"it is a PEFT folder, of adapters alone: reshard merge BASE {shlex.quote(folder)} --out DIR"
 
 
 def adapter_sizes(shape: ModelShape, target: Target, rank: int, *, has_experts: bool) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ import pytest
 from reshard.cli import main as reshard_main
 from runner.cli import main as runner_main
 from tests.builders import llama_config, pack, write_model
+from tests.fast.reshard.transforms.adapters import write_adapter
 
 LAUNCH = "runner launch pp2 --"
 TRAIN = f"{LAUNCH} --data text.txt"
@@ -146,6 +147,11 @@ MISTAKES = (
     ("reshard verify pp2 model", "unexpected: model", "--against"),
     ("reshard diff pp2", "B: is required", "reshard diff A B"),
     ("reshard merge model", "ADAPTER", "PEFT"),
+    ("reshard export adapter --to hf --out x", "adapter: no manifest.json", "reshard merge BASE adapter"),
+    ("reshard verify adapter", "adapter: no manifest.json", "reshard merge BASE adapter"),
+    ("reshard inspect adapter", "adapter: no manifest.json", "reshard merge BASE adapter"),
+    ("reshard pack adapter --layout pp=2 --out x", "adapter/config.json", "reshard merge BASE adapter"),
+    ("runner launch adapter -- --data text.txt", "adapter: no manifest.json", "reshard merge BASE adapter"),
     ("reshard sign pp2", "--key", "docs/signing.md"),
     ("reshard push pp2", "ORG/NAME", "my-org"),
     # Units, empty variables, and words of other launchers.
@@ -183,6 +189,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     write_model(folder / "model", llama_config())
     pack(folder / "model", folder / "pp2", "pp=2")
+    write_adapter(folder / "adapter")
     (folder / "text.txt").write_text("some text")
     (folder / "empty.txt").touch()
     (folder / "not-utf8.txt").write_bytes(b"\xff\xfe\x00")

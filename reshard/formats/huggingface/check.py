@@ -11,12 +11,14 @@ from manifests.errors import ModelError, SourceError, UserError
 from manifests.index import ADAPTER_NAMES
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
+from manifests.models.adapters import PEFT_CONFIG
 from manifests.models.config import CONFIG_NAME
 from manifests.schema import ModelDescription
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
 from reshard.formats.auxiliary import adapter_error
 from reshard.formats.huggingface.check_files import Weights, read_files
+from reshard.formats.huggingface.read import no_config
 from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, find_missing, some
 from reshard.tensors.comparison import Contents, Findings, compare_with_shape, stored_in, without_absent
@@ -34,6 +36,9 @@ _EMBEDDING = re.compile(r"(^|.*\.)(embed_tokens|wte|word_embeddings|tok_embeddin
 
 def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
     """Report what is wrong with a folder: index, files and headers, and what config and tokenizer say of them."""
+    files = folder.names()
+    if CONFIG_NAME not in files and PEFT_CONFIG in files:
+        raise no_config(folder, files)
     weights = read_files(folder, findings)
     _check_model(folder, weights, findings, options.progress, options.description)
     return weights.contents

@@ -12,6 +12,7 @@ from pathlib import Path
 from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME, OTHER_WEIGHTS
 from manifests.models import is_sized_by_files, model_shape
+from manifests.models.adapters import PEFT_CONFIG, merge_hint
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
@@ -62,11 +63,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     files, description = folder.names(), options.description
     refuse_ranks_of_vllm(folder)
     if CONFIG_NAME not in files:
-        newest = newest_below(Path(str(folder)))
-        hint = f"did you mean {newest}?" if newest else "SOURCE must be a Hugging Face model folder"
-        if version := VERSION_INDEX.fullmatch(f"{Path(str(folder)).name}/{INDEX_NAME}"):
-            hint = f"it is a delta; name its chain with the version: CHAIN@{int(version[1])}"
-        raise SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
+        raise no_config(folder, files)
     small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]
     folder = FolderInPart(folder, small, [name for name in files if name.endswith(SUFFIX) and not is_beside(name)])
     config_file = folder.file(CONFIG_NAME)
@@ -105,6 +102,17 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         ),
         description=description,
     )
+
+
+def no_config(folder: Folder, files: Collection[str]) -> SourceError:
+    """Return the refusal of a folder without a config, with a hint that depends on its files."""
+    newest = newest_below(Path(str(folder)))
+    hint = f"did you mean {newest}?" if newest else "SOURCE must be a Hugging Face model folder"
+    if version := VERSION_INDEX.fullmatch(f"{Path(str(folder)).name}/{INDEX_NAME}"):
+        hint = f"it is a delta; name its chain with the version: CHAIN@{int(version[1])}"
+    if PEFT_CONFIG in files:
+        hint = merge_hint(str(folder))
+    return SourceError(f"{folder}/{CONFIG_NAME}", "no such file", hint, code="source.no-config")
 
 
 def list_tensors(folder: Folder) -> Listing | None:

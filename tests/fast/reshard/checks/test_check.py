@@ -41,6 +41,7 @@ from tests.builders import write_safetensors as write_shard
 from tests.fast.manifests.models.built import DECODERS, TINY, build, perturb, read_config
 from tests.fast.manifests.models.catalogued import DOZEN, save_tiny
 from tests.fast.reshard.forged import change_manifest, change_stage, digest
+from tests.fast.reshard.transforms.adapters import write_adapter
 from tests.fast.runner.models.decoders import name_as_openai_did, save_decoder
 from tests.fast.trained import MOMENTS, read_stage, write_moments, write_trained
 
@@ -421,6 +422,13 @@ def test_packed_folder_is_checked_by_its_manifest(folder: Path, tmp_path: Path) 
     assert problems(packed) == [("check.manifest", "model-00002-of-00002.safetensors")]
     (packed / "manifest.json").write_text("{}")
     assert [place for _, place in problems(packed)] == ["manifest.json"]
+
+
+def test_peft_folder_is_no_model_and_is_told_how_it_becomes_one(tmp_path: Path) -> None:
+    ended = reshard("check", write_adapter(tmp_path / "adapter"), "--json")
+    (problem,) = ended.json["problems"]
+    assert (ended.code, problem["code"], problem["where"]) == (4, "source.no-config", f"{tmp_path}/adapter/config.json")
+    assert f"reshard merge BASE {tmp_path}/adapter" in problem["hint"]
 
 
 def test_names_from_files_neither_control_the_terminal_nor_forge_the_verdict(tmp_path: Path) -> None:
