@@ -386,3 +386,8 @@ class ResumeOptions:
     restart_data: bool = flag(
         "--restart-data", is_flag=True, help="Resume with data other than the checkpoint's, from its first sequence."
     )
+
+    def __post_init__(self) -> None:
+        if self.source is not None and is_url(self.source):
+            hint = f"copy it to a folder: reshard pack {self.source} --out DIR; then --resume DIR"
+            raise UsageError(f"--resume {self.source}", "is not on this machine", hint, code="options.remote-manifest")

@@ -32,7 +32,7 @@ from runner.checkpoint.resume import (
     schedule_notes,
 )
 from runner.config.flags import TrainOptions, parse_training, recall
-from tests.builders import EMBEDDING, HEAD, pack
+from tests.builders import EMBEDDING, HEAD, pack, run
 from tests.fast.reshard.forged import change_file, change_manifest
 from tests.fast.trained import STATE, write_trained
 from tests.process.runner.pipeline.mtp_oracle import config_of, random_weights
@@ -174,6 +174,17 @@ def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Pa
     assert (error.value.where, error.value.code) == ("--resume-weights-only", "options.needs-resume")
     for args in (("--resume-weights-only",), ("--resume", trained, "--resume-weights-only")):
         assert resumed_state(origin, options(*args).resume, is_launched=True) is None
+
+
+def test_checkpoint_in_a_store_is_resumed_as_a_copy(trained: Path, tmp_path: Path) -> None:
+    copied, url = tmp_path / "copied", f"file://{trained}"
+    with pytest.raises(UsageError) as error:
+        options("--resume", url)
+    assert (error.value.code, error.value.where) == ("options.remote-manifest", f"--resume {url}")
+    assert f"reshard pack {url} --out DIR" in error.value.hint
+    run("pack", url, "--out", copied)
+    resume = options("--resume", copied).resume
+    assert resumed_state(open_packed(copied), resume, is_launched=False) == state_of(trained)
 
 
 def test_parameters_without_weight_decay_are_remembered(trained: Path) -> None:

@@ -108,6 +108,11 @@ def test_data_options_that_conflict_are_refused(
         (("--save", "s3://bucket/trained"), "--save", "options.invalid-value"),
         (("--checkpoint", "gs://bucket/run"), "--checkpoint", "options.invalid-value"),
         (("--log-dir", "hf://org/log"), "--log-dir", "options.invalid-value"),
+        (
+            ("--resume", "s3://bucket/step-000100"),
+            "--resume s3://bucket/step-000100",
+            "options.remote-manifest",
+        ),
     ],
 )
 def test_flags_that_make_no_sense_are_refused(
