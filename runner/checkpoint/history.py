@@ -35,6 +35,13 @@ def checkpoint_path(history: Path, step: int) -> Path:
     return history / f"step-{step:06d}"
 
 
+def checkpoint_named(source: str, history: Path | None) -> Path:
+    """Return the path of a checkpoint as `--resume` names it, of which `step-N` is in `history`."""
+    if history is not None and re.fullmatch(r"step-\d+", source):
+        return checkpoint_path(history, int(source.removeprefix("step-")))
+    return Path(source)
+
+
 def step_of(checkpoint: Path) -> int | None:
     """Return the step that a folder is named after; None for a name that `checkpoint_path` does not make."""
     match = _NAME.fullmatch(checkpoint.name)

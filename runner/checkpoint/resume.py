@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from manifests.schema import (
 from manifests.store import file_digest, read_small_file
 from manifests.trained import STEPS_NAME, TRAINED_NAME, decode_steps, decode_trained
 from runner.bundle.packed import Packed
-from runner.checkpoint.history import checkpoint_path, find_checkpoints, find_misnamed, step_of
+from runner.checkpoint.history import checkpoint_named, find_checkpoints, find_misnamed, step_of
 from runner.config.flags import TrainOptions, flag_of
 from runner.config.optimizers import is_flagged, optimizer_of
 from runner.config.schema import Dtype, ResumeOptions
@@ -250,10 +249,8 @@ def advance(
 
 
 def _named(source: str, history: Path | None) -> Path:
-    if history and re.fullmatch(r"step-\d+", source):
-        folder = checkpoint_path(history, int(source.removeprefix("step-")))
-    else:
-        folder = Path(source).parent if Path(source).name == MANIFEST_NAME else Path(source)
+    folder = checkpoint_named(source, history)
+    folder = folder.parent if folder.name == MANIFEST_NAME else folder
     if not is_file(folder / MANIFEST_NAME):
         checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in checkpoints[:5])

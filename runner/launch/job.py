@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from manifests.command.console import expand_home
 from manifests.command.interpreter import relative_entries
 from manifests.errors import LaunchError, UsageError
 from manifests.invariants import MANIFEST_NAME
+from runner.checkpoint.history import checkpoint_named
 from runner.config.command import is_training_flag
 from runner.config.flags import TrainOptions, parse_training
 from stores.address import is_url
@@ -87,12 +89,13 @@ def _how_to_resume(options: TrainOptions, manifest: str) -> str:
     source, has_weights_only = options.resume.source, options.resume.weights_only
     if source in (None, "auto") and not has_weights_only:
         return f"add {flags} after --"
-    start = f"launch {source}, or for another PP degree OUT of reshard pack {source} --layout pp=N --out OUT"
+    checkpoint = shlex.quote(manifest if source is None else str(checkpoint_named(source, options.history)))
+    start = f"launch {checkpoint}, or for another PP degree OUT of reshard pack {checkpoint} --layout pp=N --out OUT"
     if has_weights_only:
-        export = f"reshard export {source or manifest} --to hf --out HF"
+        export = f"reshard export {checkpoint} --to hf --out HF"
         start = f"{export}, reshard pack HF --layout pp=N --out OUT, and launch OUT"
     elif options.lora is not None:
-        start = f"copy {source} there first"
+        start = f"copy {checkpoint} there first"
     return f"{flags} resumes the newest step of DIR, and if there is none, starts from what is launched: {start}"
 
 

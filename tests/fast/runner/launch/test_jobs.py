@@ -287,6 +287,7 @@ def test_impossible_request_is_refused(packed: Path, flags: tuple[str, ...], cod
     ("training", "start"),
     [
         (("--resume", "ck/step-000004", "--checkpoint", "other"), "reshard pack ck/step-000004 --layout pp=N "),
+        (("--resume", "step-4", "--checkpoint", "my ck"), "reshard pack 'my ck/step-000004' --layout pp=N "),
         (("--resume", "ck/step-000004", "--resume-weights-only"), "reshard export ck/step-000004 --to hf "),
         (("--resume-weights-only",), "reshard export PACKED"),
         (("--resume", "ck/step-000004", "--lora-rank", "2"), "copy ck/step-000004 "),
