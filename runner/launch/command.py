@@ -40,7 +40,14 @@ from runner.launch.nodes import (
 )
 from runner.launch.run_folder import RunFolder, choose_folder
 from runner.preflight.combinations import balance_flags, part_of, timetable_of
-from runner.preflight.preflight import check_beginning, check_device, check_request, has_gpu, is_cpu_build
+from runner.preflight.preflight import (
+    check_beginning,
+    check_device,
+    check_request,
+    check_resume,
+    has_gpu,
+    is_cpu_build,
+)
 from runner.rundir.records import SCHEDULERS
 
 _COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
@@ -151,8 +158,10 @@ def launch(
         degrees = _check_placement(launched, options, num_nodes, num_per_node, gpu_nbytes)
         if scheduler == "local":
             _check_here(launched, options, degrees, num_per_node, gpu_nbytes, dry_run=dry_run)
-        elif not options.quiet:
-            click.echo(describe_nodes(launched.manifest, num_nodes, num_per_node), err=True)
+        else:
+            check_resume(launched, options)
+            if not options.quiet:
+                click.echo(describe_nodes(launched.manifest, num_nodes, num_per_node), err=True)
     run = RunFolder(
         path=options.log_dir if scheduler == "local" else options.log_dir.resolve(),
         name=name or name_of(launched.location),

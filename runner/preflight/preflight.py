@@ -146,6 +146,14 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
     check_texts(launched, options)
 
 
+def check_resume(launched: Packed, options: TrainOptions) -> None:
+    """Check what the launched manifest and the flags alone say of `--resume`: folders of nodes may not be here."""
+    if options.resume.source is None:
+        resumed_state(launched, options.resume, is_launched=True)
+    elif options.resume.source == "auto" and options.history is None:
+        find_origins(Origin(launched.root, launched.read), options)
+
+
 def check_world(manifest: Manifest, world_size: int) -> None:
     """Check that there are as many ranks for each pipeline rank of the manifest."""
     num_ranks = manifest.layout.num_ranks

@@ -20,6 +20,7 @@ from manifests.errors import UserError
 from runner.commands import cli
 from runner.config.flags import parse_training
 from tests.builders import llama_config, reshard, write_model
+from tests.fast.trained import write_trained
 
 SAVING = ("--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
 TRAINING = ("--data", "synthetic", "--steps", "4")
@@ -289,16 +290,17 @@ def test_impossible_request_is_refused(packed: Path, flags: tuple[str, ...], cod
         (("--resume", "ck/step-000004", "--checkpoint", "other"), "reshard pack ck/step-000004 --layout pp=N "),
         (("--resume", "step-4", "--checkpoint", "my ck"), "reshard pack 'my ck/step-000004' --layout pp=N "),
         (("--resume", "ck/step-000004", "--resume-weights-only"), "reshard export ck/step-000004 --to hf "),
-        (("--resume-weights-only",), "reshard export PACKED"),
+        (("--resume-weights-only",), "reshard export LAUNCHED"),
         (("--resume", "ck/step-000004", "--lora-rank", "2"), "copy ck/step-000004 "),
     ],
 )
 def test_job_that_would_be_restarted_at_step_0_is_told_how_it_starts_from_the_checkpoint_that_it_names(
-    packed: Path, training: tuple[str, ...], start: str
+    packed: Path, training: tuple[str, ...], start: str, tmp_path: Path
 ) -> None:
-    error = refusal(packed, "--scheduler", "slurm", "--requeue", training=(*TRAINING, *training))
+    launched = packed if "--resume" in training else write_trained(tmp_path, "pp=4")
+    error = refusal(launched, "--scheduler", "slurm", "--requeue", training=(*TRAINING, *training))
     assert (error.code, error.where) == ("options.needs-checkpoint", "--requeue")
-    assert start.replace("PACKED", str(packed)) in error.hint
+    assert start.replace("LAUNCHED", str(launched)) in error.hint
 
 
 def test_jobset_without_an_image_is_refused(packed: Path, wording: Wording) -> None:

@@ -52,6 +52,8 @@ def quantize(packed: Path) -> None:
 REFUSED: list[tuple[str, Words, Words, str, str]] = [
     ("quantized", (), (), "model.quantized", "PLACE/quantized/config.json: quantization_config"),
     ("trained", (), (), "resume.undecided", "PLACE/trained/manifest.json"),
+    ("trained", ("--scheduler", "slurm"), (), "resume.undecided", "PLACE/trained/manifest.json"),
+    ("pp2", ("--scheduler", "slurm"), ("--resume", "auto"), "resume.nothing-to-find", "--resume auto"),
     ("trained", (), ("--resume", "PLACE/gone"), "resume.no-checkpoint", "--resume PLACE/gone"),
     ("trained", (), ("--resume", "PLACE/other/trained"), "resume.other-model", "PLACE/other/trained/manifest.json"),
     ("trained", (), ("--resume", "PLACE/pp2"), "resume.no-optimizer-state", "PLACE/pp2/manifest.json"),
