@@ -14,13 +14,13 @@ import torch
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import InputError, UnreachableError
-from manifests.models.adapters import has_adapters, is_adapter
+from manifests.models.adapters import is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
 from manifests.optimizer_state import EMA, kinds_of
 from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed
-from runner.checkpoint.adapter_record import check_adapters, check_launched
+from runner.checkpoint.adapter_record import base_of, check_adapters, check_launched
 from runner.checkpoint.peft_folder import load_adapters
 from runner.checkpoint.resume import Origin, check_state_of_all, differing_steps
 from runner.checkpoint.save import SaveContext
@@ -185,8 +185,7 @@ def _begin(
         check_adapters(origin, options, training)
         start = replace(start, notes=(*start.notes, *check_state_of_all(origin, options, training)))
         steps = {} if training is None else differing_steps(origin)
-        # From which weights are read that have no adapters.
-        base = launched if has_adapters(origin.manifest) else origin
+        base = base_of(launched, origin)
         has_moments = training is not None and base is origin
         cache = local_cache_of(launched, base, options, mesh, world, has_moments=has_moments)
         hashes = options.digests == "foreground"

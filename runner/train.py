@@ -19,8 +19,10 @@ import torch
 from manifests.errors import UserError
 from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
-from manifests.schema import TrainingState
+from manifests.optimizer_state import stored_kinds
+from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint.adapter_record import base_of
 from runner.checkpoint.async_save import InFlight, ReportT, Saver
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note, swap_of
@@ -43,7 +45,7 @@ from runner.measure.of_run import read_run_times, write_run_times
 from runner.metrics.gauges import least_step_s, peak_memory_nbytes
 from runner.metrics.metrics import Metrics, RankLoad, StepProgress
 from runner.metrics.sinks import open_sinks
-from runner.metrics.summary import next_command, opening
+from runner.metrics.summary import how_to_resume, next_command, opening
 from runner.models import import_family
 from runner.models.family import OnTransformers
 from runner.preflight.combinations import check_sinks, schedule_of, sharing_ranks
@@ -179,7 +181,7 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
         ready.deferred.finish()
         check_equal(ready.engine.ties)
         if is_stopped:
-            _stop(saver, publisher, metrics, trained, options, world)
+            _stop(saver, publisher, metrics, trained, ready, world)
         # The weights are written first: neither a failed checkpoint nor what follows may lose them.
         failure = _finish(saver, metrics.checkpoint)
         if options.save is not None:
@@ -192,7 +194,9 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
             metrics.evaluation(trained.step, *evaluate(ready))
         if failure is not None:
             raise failure
-        metrics.ended(from_all_ranks(peak_memory_nbytes(device)), next_command(options, ready.launched.location))
+        base = base_of(ready.launched, ready.origin)
+        following = next_command(options, base.location, has_state=stored_kinds(base.manifest) != (WEIGHTS,))
+        metrics.ended(from_all_ranks(peak_memory_nbytes(device)), following)
         if world.rank == 0:
             _note_end(options.log_dir, RunState(step=trained.step, ended="done"))
         if options.traced:
@@ -325,7 +329,7 @@ def _stop(
     publisher: Publisher | None,
     metrics: Metrics,
     trained: TrainingState,
-    options: TrainOptions,
+    ready: Ready,
     world: World,
 ) -> NoReturn:
     """End a run that was asked to stop, once its checkpoint is on disk and `state.json` is written.
@@ -337,12 +341,13 @@ def _stop(
         raise failure
     with raise_on_all_ranks("stop"):
         if world.rank == 0:
-            _note_end(options.log_dir, RunState(step=trained.step, ended="stopped"))
+            _note_end(ready.options.log_dir, RunState(step=trained.step, ended="stopped"))
     _finish(publisher, metrics.published)
+    base = base_of(ready.launched, ready.origin)
     raise StoppedError(
         "",
         f"stopped by a signal after step {trained.step}; checkpoint saved",
-        "--resume auto resumes from it",
+        how_to_resume(ready.options, ready.launched.location, base.location),
         code="rank.stopped",
     )
 

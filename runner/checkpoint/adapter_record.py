@@ -2,9 +2,9 @@
 
 # Note [Checkpoints of adapters]
 A checkpoint of a run that trains adapters has their tensors and optimizer state alone, in folders of their stages, and
-`adapter.json`, which says how they were made and which base they belong to: the manifest that was launched, and a
-digest of the adapted tensors' digests, which another layout of the same weights has, too. A resumed run reads the base
-from the manifest that it launches.
+`adapter.json`, which says how they were made and which base they belong to: the manifest from which its weights were
+read, and a digest of the adapted tensors' digests, which another layout of the same weights has, too. A resumed run
+reads the base from the manifest that it launches.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ class AdapterRecord:
 def adapters_of(packed: Packed, shapes: Mapping[str, tuple[int, ...]]) -> Packed:
     """Return a checkpoint of adapters as one of which these are the tensors."""
     return replace(packed, shape=replace(packed.shape, tensors=shapes))
+
+
+def base_of(launched: Packed, origin: Packed) -> Packed:
+    """Return from which manifest a run reads the weights that have no adapters."""
+    return launched if has_adapters(origin.manifest) else origin
 
 
 def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> AdapterRecord:
@@ -90,16 +95,20 @@ def check_base(origin: Packed, record: AdapterRecord) -> None:
     """Check that a checkpoint's adapters belong to the launched base, as far as digests say."""
     stored = _decode(origin)["base"]
     digests = stored.get("tensors"), record.base_digest
-    if None in digests and stored.get("digest") != record.digest:
-        logger.warning("%s: its adapters are of %s, and no digests tell whether %s has the same weights",
-                       origin.where, stored.get("location"), record.location)  # fmt: skip
-    if None not in digests and digests[0] != digests[1]:
+    is_other = None not in digests and digests[0] != digests[1]
+    if digests[0] is None and digests[1] is not None:
+        # What descends from weights with digests and has none was trained: ranks wrote it in slices.
+        is_other = record.digest in {parent.digest for parent in origin.manifest.parents}
+    if is_other:
         raise CheckpointError(
             origin.where,
             f"has adapters of {stored.get('location')}, and the weights of {record.location} differ",
-            "launch the manifest that the adapters were trained on, or another layout of it",
+            f"launch {stored.get('location')}, or another layout of it",
             code="resume.other-base",
         )
+    if None in digests and stored.get("digest") != record.digest:
+        logger.warning("%s: its adapters are of %s, and no digests tell whether %s has the same weights",
+                       origin.where, stored.get("location"), record.location)  # fmt: skip
 
 
 def files_of_peft(out: Path) -> Collection[str] | None:

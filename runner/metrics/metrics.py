@@ -242,7 +242,7 @@ class Metrics:
         for line in lines:
             self._say(line)
 
-    def ended(self, peaks_nbytes: Sequence[int], following: Sequence[str]) -> None:
+    def ended(self, peaks_nbytes: Sequence[int], following: str) -> None:
         """Write the peak memory of every rank, by rank; these are the last records. Print what was trained."""
         for rank, nbytes in enumerate(peaks_nbytes):
             self._write(rank=rank, peak_nbytes=nbytes)

@@ -33,17 +33,28 @@ def opening(
     )  # fmt: skip
 
 
-def next_command(options: TrainOptions, base: str) -> Sequence[str]:
-    """Return the command that people need after a run of the model `base`."""
+def next_command(options: TrainOptions, base: str, *, has_state: bool) -> str:
+    """Return the command line that people need after a run of the model `base`, which may have optimizer state."""
     if (saved := options.save) is None:
-        return ("runner", "report", str(options.log_dir))
-    if options.lora is not None:
-        return ("reshard", "merge", base, str(saved), "--out", f"{saved}-merged")
-    return ("reshard", "export", str(saved), "--to", "hf", "--out", f"{saved}-hf")
+        return shlex.join(("runner", "report", str(options.log_dir)))
+    if options.lora is None:
+        return shlex.join(("reshard", "export", str(saved), "--to", "hf", "--out", f"{saved}-hf"))
+    if not has_state:
+        return shlex.join(("reshard", "merge", base, str(saved), "--out", f"{saved}-merged"))
+    # merge refuses optimizer state, which would not be that of the merged weights.
+    export = shlex.join(("reshard", "export", base, "--to", "hf", "--out", f"{saved}-base"))
+    return f"{export} && {next_command(options, f'{saved}-base', has_state=False)}"
+
+
+def how_to_resume(options: TrainOptions, launched: str, base: str) -> str:
+    """Return how a run that was stopped is resumed. Its adapters may be of another base than what was launched."""
+    if options.lora is None or base == launched:
+        return "--resume auto resumes from it"
+    return f"launch {shlex.quote(base)}, the base of its adapters, with --resume auto to resume from it"
 
 
 def closing(
-    *, num_steps: int, num_tokens: int, seconds: float, peaks_nbytes: Sequence[int], following: Sequence[str]
+    *, num_steps: int, num_tokens: int, seconds: float, peaks_nbytes: Sequence[int], following: str
 ) -> Sequence[str]:
     """Return lines on what was trained, and the command that follows. `peaks_nbytes` are of every rank."""
     most = max(range(len(peaks_nbytes)), key=peaks_nbytes.__getitem__)
@@ -51,5 +62,5 @@ def closing(
     return (
         f"trained {steps}, {num_tokens:,} tokens, in {seconds:.1f} s: {num_tokens / seconds:,.0f} tokens/s;"
         f" peak memory {show_bytes(peaks_nbytes[most])}, on rank {most}",
-        f"next: {shlex.join(following)}",
+        f"next: {following}",
     )

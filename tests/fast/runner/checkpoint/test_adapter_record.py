@@ -12,7 +12,7 @@ import pytest
 from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models.adapters import RECORD_NAME
-from manifests.schema import AuxiliaryFile
+from manifests.schema import AuxiliaryFile, Parent
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.adapter_record import AdapterRecord, check_adapters, check_base
 from runner.checkpoint.peft_folder import read_peft
@@ -54,6 +54,18 @@ def test_base_is_compared_by_digests_and_noted_without(packed: Packed, caplog: p
     with pytest.raises(UserError) as refused:
         check_base(checkpoint_of(packed, RECORD.encode()), replace(RECORD, base_digest="blake3:02"))
     assert refused.value.code == "resume.other-base"
+
+
+def test_weights_that_the_base_was_trained_from_are_refused_where_it_is_in_slices(packed: Packed) -> None:
+    origin = checkpoint_of(packed, replace(RECORD, base_digest=None).encode())
+    parents = (Parent(location="/pp2", digest="blake3:bb"), Parent(location="/base", digest="blake3:aa"))
+    origin = replace(origin, read=replace(origin.read, manifest=replace(origin.manifest, parents=parents)))
+    check_base(origin, replace(RECORD, base_digest=None))
+    check_base(origin, replace(RECORD, digest="blake3:cc"))  # perhaps the base on another layout
+    with pytest.raises(UserError) as refused:
+        check_base(origin, replace(RECORD, location="/pp2", digest="blake3:bb"))
+    assert refused.value.code == "resume.other-base"
+    assert "launch /base" in refused.value.hint
 
 
 def test_record_that_lacks_an_option_is_refused(packed: Packed) -> None:

@@ -35,7 +35,7 @@ from runner.load.local_cache import CacheReport
 from runner.metrics.gauges import least_step_s, peak_flops
 from runner.metrics.metrics import Metrics, RankLoad, StepProgress, StepTimes
 from runner.metrics.sinks import JsonLines
-from runner.metrics.summary import next_command
+from runner.metrics.summary import how_to_resume, next_command
 from runner.profiling.step_times import PARTS, RankTimes
 from runner.training.algorithms import plan_groups
 from runner.training.expert_balance import ExpertReport
@@ -83,7 +83,7 @@ def tell_all(metrics: Metrics) -> None:
     metrics.checkpoint(saved(RankError("rank 1", "the disk is full", code="output.disk-full")))
     metrics.published(published())
     metrics.published(replace(published(), failure=RankError("rank 1", "the disk is full", code="output.disk-full")))
-    metrics.ended([10, 20], ["runner", "report"])
+    metrics.ended([10, 20], "runner report")
 
 
 def write_all(path: Path, least_step_s: float | None) -> list[dict[str, object]]:
@@ -206,16 +206,25 @@ def test_average_of_weights_is_planned_by_the_launcher_as_by_ranks(flags: tuple[
 
 
 @pytest.mark.parametrize(
-    ("flags", "command"),
+    ("flags", "has_state", "command"),
     [
-        ((), ["runner", "report", "logs"]),
-        (("--save", "out"), ["reshard", "export", "out", "--to", "hf", "--out", "out-hf"]),
-        (("--save", "out", "--lora-rank", "4"), ["reshard", "merge", "./base", "out", "--out", "out-merged"]),
+        ((), False, "runner report logs"),
+        (("--save", "out"), True, "reshard export out --to hf --out out-hf"),
+        (("--save", "an out", "--lora-rank", "4"), False, "reshard merge ./base 'an out' --out 'an out-merged'"),
+        (("--save", "out", "--lora-rank", "4"), True, "reshard export ./base --to hf --out out-base && "
+         "reshard merge out-base out --out out-merged"),
     ],
-)
-def test_run_ends_with_the_command_that_follows(flags: tuple[str, ...], command: list[str]) -> None:
+)  # fmt: skip
+def test_run_ends_with_the_command_that_follows(flags: tuple[str, ...], has_state: bool, command: str) -> None:
     options = parse_training(["--data", "synthetic", "--log-dir", "logs", *flags])
-    assert next_command(options, "./base") == tuple(command)
+    assert next_command(options, "./base", has_state=has_state) == command
+
+
+def test_stopped_run_names_what_to_launch_where_its_adapters_are_of_another_base() -> None:
+    whole, lora = (parse_training(["--data", "synthetic", *flags]) for flags in ((), ("--lora-rank", "4")))
+    assert "full/step-000100" in how_to_resume(lora, "pp2", "full/step-000100")
+    others = [how_to_resume(whole, "pp2", "full/step-000100"), how_to_resume(lora, "pp2", "pp2")]
+    assert others == ["--resume auto resumes from it"] * 2
 
 
 # What a run shows: a bar where there is a terminal, every Nth line where there is none.

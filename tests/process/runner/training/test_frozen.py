@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import struct
 from collections.abc import Iterator, Mapping
@@ -65,6 +66,36 @@ def test_adapters_resume_on_another_layout_as_if_training_had_not_stopped(packed
     assert refusal("merge", tmp_path / "merged", checkpoints / "step-000004", "--out", tmp_path / "no").found[:2] == (
         3, "source.bad-adapter",
     )  # fmt: skip
+
+
+def test_adapters_of_a_trained_checkpoint_are_merged_into_its_weights_and_not_resumed_on_others(
+    packed_alone: Path, tmp_path: Path
+) -> None:
+    run("export", packed_alone, "--to", "hf", "--out", tmp_path / "source")
+    source = load_file(tmp_path / "source" / "model.safetensors")
+    base, ranks = tmp_path / "full" / "step-000001", ("--nproc-per-node", "2")  # which write slices
+    train(packed_alone, tmp_path / "a", "--steps", "1", "--dp-shard", "2", "--checkpoint", base.parent, launch=ranks)
+    lora, name = ("--lora-rank", "4", "--lr", "1e-2"), "model.layers.0.self_attn.q_proj"
+    for number, (launched, *flags) in enumerate(((packed_alone, "--resume", base), (base,))):
+        saved, history = tmp_path / f"adapter-{number}", tmp_path / f"checkpoints-{number}"
+        ended = forked_runner(
+            "launch", launched, "--log-dir", tmp_path / f"log-{number}", "--", *FLAGS, *lora, *flags,
+            "--resume-weights-only", "--steps", "2", "--checkpoint", history, "--save", saved,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr
+        for command in ended.stdout.splitlines()[-1].removeprefix("next: ").split(" && "):
+            run(*shlex.split(command)[1:])
+        trained, merged = (load_file(f"{saved}-{kind}/model.safetensors") for kind in ("base", "merged"))
+        adapter = load_file(saved / "adapter_model.safetensors")
+        a, b = (adapter[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        assert torch.allclose(merged[f"{name}.weight"], trained[f"{name}.weight"] + b @ a, atol=1e-6)
+        assert torch.equal(merged[EMBEDDING], trained[EMBEDDING])
+        assert not torch.equal(merged[EMBEDDING], source[EMBEDDING])
+    resumed = (*lora, "--resume", "auto", "--steps", "3", "--checkpoint", tmp_path / "checkpoints-0")
+    refused = forked_runner("launch", packed_alone, "--log-dir", tmp_path / "b", "--", *FLAGS, *resumed)
+    assert refused.returncode == 3, refused.stderr
+    assert "[resume.other-base]" in refused.stderr
+    assert len(train(base, tmp_path / "c", *resumed)) == 1
 
 
 def test_frozen_weights_keep_their_bytes_and_have_no_optimizer_state(packed: Path, tmp_path: Path) -> None:
