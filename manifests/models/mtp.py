@@ -41,6 +41,11 @@ def layer_number(architecture: str, module: str) -> int | None:
     return int(number) if number.isdecimal() else 0 if is_beside(architecture, module) else None
 
 
+def count_layers(shape: ModelShape) -> int:
+    """Return the number of MTP layers, of any form."""
+    return sum(layer_number(shape.architecture, module) is not None for module in shape.optional)
+
+
 def work_where_kept(shape: ModelShape, *, keeps_logits: bool) -> Mapping[str, Work]:
     """Return the work of each module, where the head has the logits of MTP layers: (1 + K) B rows, if it keeps any."""
     work, head = dict(shape.work), shape.modules[-1]

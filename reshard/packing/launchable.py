@@ -8,7 +8,7 @@ from manifests.errors import UserError
 from manifests.models import ConfigReader
 from manifests.models.combinations import check_degrees
 from manifests.models.config import CONFIG_NAME
-from manifests.models.mtp import MtpLayers, layer_number
+from manifests.models.mtp import MtpLayers, count_layers
 from manifests.models.trainable import (
     check_fields,
     check_modules,
@@ -28,7 +28,6 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
     """Refuse what `runner launch` refuses; a model that it does not train is planned on single ranks."""
     shape, assumed, config = checkpoint.shape, forecast.assumed, config_of(checkpoint)
     is_described = checkpoint.description is not None
-    num_mtp_layers = sum(layer_number(shape.architecture, module) is not None for module in shape.optional)
     reader, entry = ConfigReader(config, CONFIG_NAME), None if is_described else generic_entry(shape.architecture)
     try:
         check_trainable(shape.architecture, is_described=is_described)
@@ -47,6 +46,6 @@ def check_launch(checkpoint: Checkpoint, layout: StageLayout, forecast: Forecast
         is_own=is_described or find_family(shape.architecture) is not None,
         splits_backward=any(timed.action.kind == "W" for timed in actions),
         # Of a config alone, MTP layers cannot be dropped before it is packed.
-        num_mtp_layers=0 if checkpoint.source.kind == CONFIG_ONLY else num_mtp_layers,
+        num_mtp_layers=0 if checkpoint.source.kind == CONFIG_ONLY else count_layers(shape),
         has_loss_chunks=assumed.loss_chunk is not None,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from manifests.command import defaults
 from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.combinations import check_degrees, why_not_proven
-from manifests.models.mtp import MtpLayers
+from manifests.models.mtp import MtpLayers, count_layers
 from manifests.models.trainable import check_modules, generic_entry
 from manifests.models.training import POLICIES, Recompute, Training
 from manifests.module_times import MeasuredTimes
@@ -202,7 +202,9 @@ class Space:
         key = policy, training.shard, context, tensor, expert, schedule
         if key not in self._reasons:
             reason = why_not_proven(self.shape.architecture, self.config, training)
-            features = {"schedule": schedule, "splits_backward": schedule in SPLIT}
+            features = {
+                "schedule": schedule, "splits_backward": schedule in SPLIT, "num_mtp_layers": count_layers(self.shape),
+            }  # fmt: skip
             try:
                 check_degrees(self.kinds, self.config, training, is_own=self.is_own, **features)
             except UserError as error:

@@ -42,7 +42,10 @@ class CandidateForecast:
 
 
 class CostModel:
-    """Costs of a model's modules. Layers with the same tensors, optimizer state, work and window are one kind."""
+    """Costs of a model's modules. Layers with the same tensors, optimizer state, work and window are one kind.
+
+    An MTP layer is a kind of its own: the head keeps logits for each.
+    """
 
     def __init__(self, shape: ModelShape, config: Mapping[str, Any], request: SearchRequest) -> None:
         self.shape, self.request, first = shape, request, dict[object, str]()
@@ -53,6 +56,7 @@ class CostModel:
                     shape.work[module],
                     shape.windows.get(module, 0),
                     tuple((fqn[len(module) :], shape.tensors[fqn], self._state_of(fqn)) for fqn in fqns),
+                    module if module in shape.optional else "",
                 ),
                 module,
             )

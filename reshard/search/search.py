@@ -52,7 +52,7 @@ class Choice:
 class SearchResult:
     """The fastest layouts, simulated, each with other degrees than those before it, and what excludes the others.
 
-    `choices` has all candidates, with forecasts in closed form; `drop` the modules that cannot be trained.
+    `choices` has all candidates, with forecasts in closed form; `drop` the modules that the pack leaves out.
     """
 
     source: str
@@ -90,7 +90,8 @@ def find_layouts(
     if not is_described and (entry := generic_entry(shape.architecture)) is not None:
         check_fields(entry, ConfigReader(config, CONFIG_NAME))
     check_positions(shape.architecture, ConfigReader(config, CONFIG_NAME), request.seq_len)
-    extra = tuple(module for module in shape.modules if module in shape.optional)  # such as MTP layers
+    # Such as MTP layers. Of a manifest nothing can be dropped.
+    extra = () if checkpoint.manifest else tuple(module for module in shape.modules if module in shape.optional)
     shape = shape.without(extra)
     costs = CostModel(shape, config, request)
     space = Space(
