@@ -99,9 +99,11 @@ def launch_command(result: SearchResult, choice: Choice) -> str:
     request, candidate, per_node = result.request, choice.candidate, result.request.per_node
     placement, (dtype, master) = candidate.layout.placement, _DTYPES[candidate.policy]
     schedule = default_schedule(placement) if placement.num_ranks > 1 else candidate.schedule
+    is_new = not result.has_optimizer_state  # otherwise flags that are not given are those of the checkpoint
     flags = {  # with their defaults
         "seq-len": (request.seq_len, None), "global-batch": (request.global_batch, None),
-        "microbatch": (candidate.microbatch, 1), "dtype": (dtype, None), "master-dtype": (master, dtype),
+        "microbatch": (candidate.microbatch, 1 if is_new else None), "dtype": (dtype, None),
+        "master-dtype": (master, dtype if is_new else None), "resume": (None if is_new else "auto", None),
         "ac": (candidate.recompute, "none"), "schedule": (candidate.schedule, schedule),
         "dp-replicate": (candidate.replicate, 1), "dp-shard": (candidate.shard, 1), "tp": (candidate.tensor, 1),
         "cp": (candidate.context, 1), "ep": (candidate.expert, 1), "optimizer": (request.optimizer, defaults.OPTIMIZER),

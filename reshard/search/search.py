@@ -66,6 +66,7 @@ class SearchResult:
     refusals: tuple[str, ...]
     drop: tuple[str, ...]
     is_quantized: bool
+    has_optimizer_state: bool
     model: Path | None
 
     @property
@@ -114,6 +115,7 @@ def find_layouts(
         source=str(source), name=model_name(str(source)), shape=shape, request=request, policy=policy, best=best,
         choices=tuple(choices), state_nbytes=costs.state_nbytes(policy), refusals=tuple(space.refusals),
         drop=(*drop, *extra), is_quantized=bool(config.get("quantization_config")),
+        has_optimizer_state=checkpoint.trained is not None and checkpoint.trained.optimizer is not None,
         model=None if model is None else Path(model),
     )  # fmt: skip
 
