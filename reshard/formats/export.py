@@ -40,6 +40,7 @@ from reshard.copy.parallelism import Parallelism
 from reshard.copy.runs import Progress, counting
 from reshard.formats.delta.chain import ChainAt, list_versions, split_version
 from reshard.formats.manifest.read import open_packed
+from reshard.formats.open import find_format
 from reshard.formats.table import DELTA, TIED_KEY, ExportOptions, ExportResult, export_targets, names_of_targets
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights, with_average
@@ -162,8 +163,13 @@ def _with_steps(checkpoint: Checkpoint) -> Checkpoint:
 def _open_to_export(source: str) -> Checkpoint:
     """Open a manifest, or a chain of versions."""
     address, version = split_version(source)
-    if version is None and not (os.path.isdir(source) and list_versions(LocalFolder(Path(source))).numbers):
-        return open_packed(open_manifest(source))
+    if version is None:
+        if is_url(source):
+            has_versions = find_format(source)[0] is DELTA
+        else:  # a bare name is never one of the hub: Note [Kind of an address]
+            has_versions = os.path.isdir(source) and bool(list_versions(LocalFolder(Path(source))).numbers)
+        if not has_versions:
+            return open_packed(open_manifest(source))
     return DELTA.open_checkpoint(ChainAt(open_store(address), version))
 
 

@@ -131,6 +131,9 @@ def test_versions_are_sources_of_every_command(published: tuple[Path, list[dict[
         assert (listing.format, listing.num_files) == ("delta", number)
         assert {tensor.name for tensor in listing.tensors} == states[number - 1].keys()
     assert reshard.inspect(folder / "chain").title == f"version {NUM_STATES} of a chain"
+    for number, chain in enumerate((folder / "chain", f"file://{folder}/chain")):
+        run("export", chain, "--to", "hf", "--out", tmp_path / f"newest{number}")
+        assert weights_in(tmp_path / f"newest{number}") == states[-1]
     assert command("diff", folder / "chain", folder / "v3").code == 4  # without a number, it is the newest
     delta = refusal("pack", folder / "chain/weight_v000003", "--layout", "pp=2", "--out", tmp_path / "delta")
     assert delta.found[:2] == (3, "source.no-config")
