@@ -106,6 +106,7 @@ class Division:
         from reshard.layouts.spelling import names_file
         from reshard.packing.jobs import IndexedJob, SlurmArray
         from reshard.packing.options import check_num_parts
+        from stores.address import is_url
 
         assert self.num_parts is not None
         check_num_parts("--parts", self.num_parts, prepared.shards)
@@ -116,7 +117,9 @@ class Division:
         )
         if self.scheduler == "job":
             adapters = (adapter for adapter in options.conversion.adapters if Path(adapter).exists())  # not on the hub
-            inputs = [("SOURCE", source), *(("--adapter", adapter) for adapter in adapters)]
+            is_remote = is_url(prepared.staged.checkpoint.location)  # a bare name of the hub, too
+            inputs = [] if is_remote else [("SOURCE", source)]
+            inputs += [("--adapter", adapter) for adapter in adapters]
             inputs += [("--layout", spec)] if names_file(spec) else []
             inputs += [("--model", str(options.model))] if options.model else []
             job = IndexedJob(

@@ -18,6 +18,7 @@ from manifests.errors import UnreachableError, UsageError
 from tests.builders import files_in, refusal, reshard, run, write_model
 from tests.fast.reshard.formats.test_open import write_description, write_own
 from tests.fast.reshard.transforms.adapters import write_adapter
+from tests.servers.hub import serve_hub, set_up
 
 ROOT = Path(__file__).resolve().parents[4]
 ASKED = ("--layout", "pp=2", "--parts", "2", "--scheduler", "slurm", "--account", "us", "--time", "1:00:00")
@@ -174,6 +175,19 @@ def test_files_of_flags_that_pods_do_not_see_are_refused(hidden: str, tmp_path: 
         job += ["--mount", f"claim:{path}"]
     assert refusal(*job).found == (2, "launch.not-mounted", hidden)
     assert reshard(*job, "--mount", f"claim:{files[hidden]}").code == 0
+
+
+def test_source_of_the_hub_is_no_path_that_pods_must_see(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with serve_hub() as hub:
+        set_up(monkeypatch, hub, tmp_path / "cache")
+        hub.push("org/tiny", files_in(source))
+        asked = pods(source, "--image", "i", "--mount", f"claim:{tmp_path}/out", "--dry-run")[2:]
+        done = run("pack", "org/tiny", *asked)
+    (container,) = yaml.safe_load(done.out)["spec"]["template"]["spec"]["containers"]
+    assert " pack org/tiny " in container["command"][-1]
 
 
 NAMES = ["it's here", 'a "b" $(touch x) `c`', "a#b", "a\\b"]
