@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -159,7 +158,7 @@ def sign(manifest: str, password: bool, as_json: bool, quiet: bool, **arguments:
 
 
 @click.command(cls=options.Verb)
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=click.Path(), metavar="DIR")
 @click.argument("repository", metavar="ORG/NAME")
 @click.option("--revision", metavar="BRANCH", show_default="main", help="Branch to commit to; created from main.")
 @click.option("--public", is_flag=True, help="Create a public repository, or publish in one that is public.")
@@ -167,7 +166,7 @@ def sign(manifest: str, password: bool, as_json: bool, quiet: bool, **arguments:
 @click.option("--force", is_flag=True, help="Replace another model; its files are removed in the same commit.")
 @options.as_json
 @options.quiet
-def push(folder: Path, as_json: bool, quiet: bool, **arguments: Any) -> None:
+def push(folder: str, as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Upload the packed model or checkpoint in DIR to the Hugging Face hub, in one commit.
 
     The repository is private unless --public. It has the whole checkpoint, with a model card, or nothing of it: after

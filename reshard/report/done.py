@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from manifests.codec import manifest_document
@@ -158,14 +157,14 @@ def push_json(done: PushResult) -> dict[str, Any]:
     return {"version": 1, **asdict(done)}
 
 
-def push_text(done: PushResult, folder: Path) -> str:
+def push_text(done: PushResult, folder: str) -> str:
     place = done.repository + (f"@{done.branch}" if done.branch != "main" else "")
     kind = "private" if done.is_private else "public"
     size = f"{counted(done.num_files, 'file')}, {show_bytes(done.nbytes)}"
     if not done.is_new:
-        return f"{place} ({kind}) has all of {shlex.quote(str(folder))} already: {size}, commit {done.revision[:12]}"
+        return f"{place} ({kind}) has all of {shlex.quote(folder)} already: {size}, commit {done.revision[:12]}"
     removed = [f"removed, of another model: {', '.join(done.removed)}"] if done.removed else []
-    lines = [f"pushed {shlex.quote(str(folder))} to {place} ({kind}): {size}, commit {done.revision[:12]}", *removed]
+    lines = [f"pushed {shlex.quote(folder)} to {place} ({kind}): {size}, commit {done.revision[:12]}", *removed]
     return "\n".join((*lines, f"verify: reshard verify {place}"))
 
 

@@ -282,6 +282,11 @@ def test_malformed_names_are_refused(hub: Hub, packed: Path, name: str) -> None:
     assert hub.take_requests() == []
 
 
+def test_bucket_is_not_pushed(hub: Hub) -> None:
+    address = "s3://bucket/packed"
+    assert refusal("push", address, NAME).found == (3, "store.unsupported", address)
+
+
 def test_damaged_folder_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
     packed = pack(tmp_path)
     (packed / SHARD).write_bytes((packed / SHARD).read_bytes()[:-1])
