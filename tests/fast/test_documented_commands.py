@@ -59,6 +59,14 @@ def test_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
     assert {command: problem for command in shown if (problem := unknown_in(command))} == {}
 
 
+def test_examples_of_slurm_ask_for_gpus() -> None:
+    """Without, ranks may get none, and train a large model on CPUs."""
+    shown = [command for page in PAGES for command in commands_in(page.read_text())]
+    launches = [command for command in shown if command.startswith("runner launch") and "--scheduler slurm" in command]
+    assert len(launches) >= 2
+    assert [command for command in launches if "--sbatch-arg=--gpus-per-node=" not in command] == []
+
+
 OF_OTHERS = {
     "--ckpt-format", "--dist-ckpt-optim-fully-reshardable", "--help", "--inject", "--load-format", "--mem",
     "--use-distributed-optimizer",
