@@ -338,7 +338,7 @@ def export(
     \b
     Example:
       reshard export ./Llama-3.2-1B-pp2 --to hf --out ./Llama-3.2-1B-again
-      reshard export ./checkpoints/step-1000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
+      reshard export ./checkpoints/step-001000 --to dcp --for torchtitan --out ./outputs/checkpoint/step-1000
       reshard export ./Llama-3.2-1B-pp2 --to deepspeed --out ./Llama-3.2-1B-deepspeed
     """
     from reshard.formats.export import export as run
