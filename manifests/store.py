@@ -68,7 +68,7 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
         command = f"reshard pack {shlex.quote(str(folder))} --layout SPEC --out DIR"
         return ManifestError(where, problem, f"pack it first: {command}", code="manifest.not-packed")
     below = newest_below(folder)
-    hint = f"did you mean {below}?" if below else _UNFINISHED
+    hint = f"did you mean {shlex.quote(str(below))}?" if below else _UNFINISHED
     if (folder / PEFT_CONFIG).exists():
         hint = merge_hint(str(folder))
     return ManifestError(where, problem, hint, code="manifest.missing")

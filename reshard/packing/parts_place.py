@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -232,7 +233,7 @@ class FolderParts:
             logger.warning("%s was replaced, and stays: %s", self._partial, error)
 
     def publish(self, merged: Merged) -> Manifest:
-        hint = f"run reshard commit {self._out} again"
+        hint = f"run reshard commit {shlex.quote(str(self._out))} again"
         with system_errors(self._out, "cannot be written", hint, code="output.unwritable", names_file=True):
             self._publish(merged)
         return merged.manifest

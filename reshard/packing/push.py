@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
@@ -152,7 +153,8 @@ def push_staged(folder: Path, address: HubAddress, *, force: bool) -> None:
     try:
         push_folder(folder, address, force=force)
     except UserError as error:
-        hint = f"the packed model is in {folder}; to continue: reshard push {folder} {address}"
+        again = shlex.join(["reshard", "push", str(folder), str(address)])
+        hint = f"the packed model is in {folder}; to continue: {again}"
         raise error.changed(hint=f"{error.hint}; {hint}" if error.hint else hint) from error
     shutil.rmtree(folder)
 
@@ -168,7 +170,7 @@ def _check_whole(read: ReadManifest) -> LocalFolder:
     differences = verify_manifest(read, VerifyOptions(quick=True)).differences
     if differences:
         first, more = differences[0], f" (and {len(differences) - 1} more)" if len(differences) > 1 else ""
-        hint = f"reshard verify {folder.location} lists all of them"
+        hint = f"reshard verify {shlex.quote(folder.location)} lists all of them"
         raise ManifestError(first.where, f"{first.problem}{more}", hint, code="manifest.differs")
     return folder
 

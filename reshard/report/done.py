@@ -98,7 +98,7 @@ def export_text(done: ExportResult, form: str, names: str, dtype: ExportDtype, o
     _, target = export_targets()[form]
     written = f"exported {counted(done.num_files, 'file')}, {show_bytes(done.nbytes)}"
     if target.reader:
-        reader = f"{target.reader.format(out=out)} {done.flags}".rstrip()
+        reader = f"{target.reader.format(out=shlex.quote(str(out)))} {done.flags}".rstrip()
         lines = [f"{written}, for {reader}", *target.notes.get(names, "").splitlines()]
         return "\n".join(lines + [f"cast {num} tensors from {a} to {b}" for (a, b), num in done.casts.items()])
     how = "headers as in the source" if done.identical else "new headers: dtypes or tensors differ from the source"

@@ -5,6 +5,7 @@ Of a remote one, manifest, config and tokenizer are downloaded, the bundles are 
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
         raise ModelError(
             f"{path}: quantization_config",
             "training on quantized weights is not supported",
-            f"reshard pack {folder / MANIFEST_NAME} --layout SPEC --dequantize bf16 --out DIR",
+            f"reshard pack {shlex.quote(str(folder / MANIFEST_NAME))} --layout SPEC --dequantize bf16 --out DIR",
             code="model.quantized",
         )
     description = manifest.model.description

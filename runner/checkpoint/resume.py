@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -120,7 +121,7 @@ def check_state_of_all(origin: Packed, options: TrainOptions, training: Training
     if added:
         notes.append(f"training {_some(added)}, that were frozen; repeat the --train-only flags to keep them frozen")
     if frozen and training.optimizer.ema and options.optim.ema:
-        export = f"reshard export {origin.root} --to hf --weights ema --out DIR"
+        export = f"reshard export {shlex.quote(str(origin.root))} --to hf --weights ema --out DIR"
         notes.append(f"the average of {_some(frozen)}, is not kept: they are frozen now; {export} writes it")
     return tuple(notes)
 

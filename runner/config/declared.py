@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -70,7 +71,7 @@ class LocalManifest(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if is_url(value):
-            hint = f"copy it to a folder: reshard pack {value} --out DIR"
+            hint = f"copy it to a folder: reshard pack {shlex.quote(value)} --out DIR"
             raise UsageError(value, "is not on this machine", hint, code="options.remote-manifest")
         return super().convert(value, param, ctx)
 

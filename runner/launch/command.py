@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -353,7 +354,8 @@ def _submit(job: Job, scheduler: str, run: RunFolder, *, follow: bool, dry_run: 
                 hint = f"{scheduler} job {record.id} is submitted, and not on record: cancel it yourself"
                 raise error.changed(hint=hint) from stopped
             raise
-    click.echo(f"submitted {record.name} as {scheduler} job {record.id}; runner status {job.log_dir}")
+    status = shlex.join(["runner", "status", str(job.log_dir)])
+    click.echo(f"submitted {record.name} as {scheduler} job {record.id}; {status}")
     if follow:
         sys.exit(follow_job(record, Path(record.output), lambda text: click.echo(text, nl=False), job.log_dir))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -70,7 +71,7 @@ def status(log_dir: Path, as_json: bool, is_watched: bool) -> None:
     if as_json:
         click.echo(json.dumps(find_status(log_dir)))
         return
-    hint = f"the job is not affected; watch it again with runner status {log_dir} --watch"
+    hint = f"the job is not affected; watch it again with runner status {shlex.quote(str(log_dir))} --watch"
     poll = _Poll(lambda: _status_lines(find_status(log_dir)), hint)
     show_changes(poll.look if is_watched else poll.ask, is_repeated=is_watched)
 
@@ -229,7 +230,7 @@ def show_logs(log_dir: Path, show: Print, *, rank: int | None, is_followed: bool
 def follow_job(record: JobRecord, path: Path, show: Print, log_dir: Path) -> int:
     """Print the output of a job until it ends, and return its exit code."""
     scheduler = scheduler_of(record.scheduler)
-    hint = f"the job is not affected; follow it again with runner logs {log_dir} -f"
+    hint = f"the job is not affected; follow it again with runner logs {shlex.quote(str(log_dir))} -f"
     poll = _Poll(lambda: scheduler.find_state(record, log_dir).exit_code, hint)
     return scheduler.follow_output(record, path, show, poll.look)
 

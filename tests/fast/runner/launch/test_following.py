@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,8 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 def follow(place: Path, monkeypatch: pytest.MonkeyPatch, *answers: str) -> int:
     """Follow a job to its end; `scontrol` does these one after the other, the last one for ever."""
     cases = "".join(f"{number}) {does};; " for number, does in enumerate(answers[:-1], 1))
-    script = place / "scontrol"
-    script.write_text(
-        f"#!/bin/bash\necho >> {place}/asked; case $(wc -l < {place}/asked) in {cases}*) {answers[-1]};; esac\n"
-    )
+    script, asked = place / "scontrol", shlex.quote(str(place / "asked"))
+    script.write_text(f"#!/bin/bash\necho >> {asked}; case $(wc -l < {asked}) in {cases}*) {answers[-1]};; esac\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{place}:/usr/bin:/bin")
     record = JobRecord(scheduler="slurm", id="7", name="tiny", output=str(place / "slurm-7.out"))
@@ -74,10 +73,11 @@ def test_controller_that_stays_silent_ends_the_follower_and_not_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "_SILENT_S", 0.02)
+    (place := tmp_path / "a b").mkdir()
     with pytest.raises(UserError) as silent:
-        follow(tmp_path, monkeypatch, RUNNING, SILENT)
+        follow(place, monkeypatch, RUNNING, SILENT)
     assert (silent.value.code, silent.value.where) == ("launch.scheduler-failed", "scontrol")
-    assert f"runner logs {tmp_path} -f" in silent.value.hint
+    assert shlex.split(silent.value.hint)[-4:] == ["runner", "logs", str(place), "-f"]
 
 
 def test_controller_that_has_never_answered_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
