@@ -153,7 +153,7 @@ def push_staged(folder: Path, address: HubAddress, *, force: bool) -> None:
     try:
         push_folder(folder, address, force=force)
     except UserError as error:
-        again = shlex.join(["reshard", "push", str(folder), str(address)])
+        again = shlex.join(["reshard", "push", str(folder), str(address), *(["--force"] if force else [])])
         hint = f"the packed model is in {folder}; to continue: {again}"
         raise error.changed(hint=f"{error.hint}; {hint}" if error.hint else hint) from error
     shutil.rmtree(folder)

@@ -6,6 +6,7 @@ import doctest
 import json
 import logging
 import re
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -326,6 +327,21 @@ def test_pack_that_fails_does_not_offer_to_push_the_model_before_it(hub: Hub, pa
     (damaged / SHARD).write_bytes((damaged / SHARD).read_bytes()[:-1] + b"x")
     error = refusal("pack", damaged, "--layout", "pp=1", "--out", place)
     assert (error.found[1], "reshard push" in error.text) == ("shard.digest-mismatch", False)
+
+
+def test_printed_command_continues_a_forced_pack(
+    hub: Hub, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_up(monkeypatch, hub, tmp_path / "a b")
+    monkeypatch.setenv("HF_TOKEN", MEMBER)
+    hub.push(NAME, {"model.safetensors": b"of another"}, private=True)
+    hub.fail("/commit/", method="POST", status=400, body=b"{}")
+    source, place = packed.parent / "source", f"hf://{NAME}"
+    error = refusal("pack", source, "--layout", "pp=2", "--out", place, "--force")
+    command = shlex.split(error.text.partition("to continue: ")[2])
+    assert command[2] == str(tmp_path / "a b" / "reshard" / "org--tiny-pp2")
+    assert reshard(*command[1:]).code == 0
+    assert "model.safetensors" not in hub.files(NAME)
 
 
 def test_packs_to_branches_of_similar_names_are_kept_apart(hub: Hub, packed: Path) -> None:
