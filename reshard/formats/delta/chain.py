@@ -178,13 +178,13 @@ def open_chain(address: Address) -> Chain:
 
 
 def open_versions(address: Address) -> Chain:
-    """Open a chain that has versions."""
-    chain = open_chain(address)
-    if not chain.numbers:
-        place, number = split_version(str(address))
+    """Open a chain that has versions; `CHAIN@N` is one of them, and no chain."""
+    place, number = split_version(str(address))
+    chain = open_chain(place)
+    if number is not None or not chain.numbers:
         hint = "check the path for typos; reshard delta publish writes the first one"
         hint = hint if number is None else f"name {place}, and the version as {Parameter('version', number)}"
-        raise SourceError(str(chain), "has no versions", hint, code="source.no-version")
+        raise SourceError(str(address), "has no versions", hint, code="source.no-version")
     return chain
 
 

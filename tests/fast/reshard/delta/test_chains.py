@@ -333,6 +333,12 @@ def test_what_is_named_as_a_version_comes_first(
     assert run("diff", f"file://{folder}" if is_url else folder, published[0] / "v2", "--json").json["equal"]
 
 
+def test_version_of_a_chain_is_no_chain(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path.parent)
+    for address in (f"{tmp_path.name}/chain@2", f"{chain}@2", f"file://{chain}@2"):  # the first might be of the hub
+        assert refusal("delta", "log", address).found == (3, "source.no-version", address)
+
+
 def test_version_is_named_by_ascii_digits(chain: Path) -> None:
     assert refusal("inspect", f"file://{chain}@\N{ARABIC-INDIC DIGIT THREE}").found[0] == 3
     (chain / "weight_v000004").rename(chain / "weight_v00000\N{ARABIC-INDIC DIGIT FOUR}")
