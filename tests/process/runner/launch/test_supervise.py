@@ -189,7 +189,7 @@ def test_job_whose_supervisor_is_asked_to_stop_as_a_rank_is_lost_is_queued_again
 
 @pytest.mark.parametrize("signal", ["TERM", "USR2"])
 def test_signal_to_the_supervisor_alone_reaches_the_ranks(signal: str, tmp_path: Path) -> None:
-    does = f"stop() {{{{ {STOPS} exit 130; }}}}; trap stop USR2; kill -{signal} $PPID; sleep 20 & wait"
+    does = f"stop() {{{{ {STOPS} exit 130; }}}}; trap stop USR2; kill -{signal} $PPID; sleep 20 >/dev/null 2>&1 & wait"
     ended = supervise(tmp_path, does, "--requeue")
     assert (ended.code, len(ended.attempts), ended.requeued) == (130, 1, True)
     assert ended.state is not None
