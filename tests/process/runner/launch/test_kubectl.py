@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.local_jobs import runner
+from tests.process.local_jobs import forked_runner
 from tests.servers.kubernetes import Kubernetes, missing_for_kubectl, start_kubernetes
 
 MISSING = missing_for_kubectl()
@@ -31,7 +31,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kuberne
 def launch(packed: Path, log: Path, *flags: str, name: str = "tiny") -> tuple[int, str, str]:
     place = packed.parent.parent
     asked = ("--scheduler", "jobset", "--image", "i", "--name", name, "--mount", f"claim:{place}", "--log-dir", log)
-    done = runner("launch", packed, *asked, *flags, "--", "--data", "synthetic")
+    done = forked_runner("launch", packed, *asked, *flags, "--", "--data", "synthetic")
     return done.returncode, done.stdout, done.stderr
 
 
@@ -45,7 +45,7 @@ def test_job_of_many_pods_is_followed_until_it_ends(cluster: Kubernetes, packed:
     expected = [f"[pod/{pod}/runner] {line}" for pod, text in PODS.items() for line in text.splitlines()]
     assert sorted(lines) == sorted(expected)
     assert all(query["follow"] == ["true"] for query in cluster.queries.values() if "sinceTime" not in query)
-    assert json.loads(runner("status", log, "--json").stdout) == {
+    assert json.loads(forked_runner("status", log, "--json").stdout) == {
         "version": 1, "scheduler": "jobset", "id": "tiny", "name": "tiny", "state": "Completed", "reason": "",
         "nodes": "", "requeues": 0, "error": None, "error_code": None, "silent_ranks": [],
         "last_step": None, "num_steps": 10, "last_loss": None, "last_checkpoint": None,
@@ -53,12 +53,12 @@ def test_job_of_many_pods_is_followed_until_it_ends(cluster: Kubernetes, packed:
     }  # fmt: skip
     use = ("kubectl", "config", "use-context", "empty")
     subprocess.run(use, check=True, capture_output=True)  # the job is still known where it is
-    assert sorted(runner("logs", log).stdout.splitlines()) == sorted(expected)
-    assert runner("cancel", log).returncode == 0
+    assert sorted(forked_runner("logs", log).stdout.splitlines()) == sorted(expected)
+    assert forked_runner("cancel", log).returncode == 0
     assert cluster.jobsets == {}
     for phase, state, ended in (("Running", "Terminating", None), ("", "Forgotten", 5)):  # a pod has time to save
         cluster.phases = [phase]
-        status = json.loads(runner("status", log, "--json").stdout)
+        status = json.loads(forked_runner("status", log, "--json").stdout)
         assert (status["state"], status["exit_code"]) == (state, ended)
 
 
@@ -74,7 +74,7 @@ def test_log_folder_of_a_job_that_runs_is_not_given_to_another(
     assert "jobset job tiny" in said
     assert (list(cluster.jobsets), json.loads((log / "job.json").read_text())["id"]) == (["tiny"], "tiny")
     assert (log / "state.json").exists()
-    assert runner("cancel", log).returncode == 0
+    assert forked_runner("cancel", log).returncode == 0
     cluster.phases = ["Running"]  # a pod has time to save
     assert "7 pods of jobset job tiny" in launch(packed, log, name="other")[2]
     cluster.phases = [""]
@@ -90,7 +90,7 @@ def test_job_that_failed_has_the_exit_code_of_its_ranks(cluster: Kubernetes, pac
     for state, code in ((None, 5), ({"ended": "failed", "code": 3}, 3), ({"ended": "done"}, 5)):
         if state is not None:
             (log / "state.json").write_text(json.dumps({"version": 1, "step": 0, **state}))
-        assert json.loads(runner("status", log, "--json").stdout)["exit_code"] == code
+        assert json.loads(forked_runner("status", log, "--json").stdout)["exit_code"] == code
 
 
 def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
@@ -101,27 +101,28 @@ def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
     cluster.jobsets.clear()
     assert launch(packed, logs[1])[0] == 0
     cluster.phases = ["Running"]
-    done = runner("logs", logs[0])
+    done = forked_runner("logs", logs[0])
     assert (done.returncode, done.stdout) == (3, ""), "the output of the second one"
     assert "launch.scheduler-failed" in done.stderr
-    assert runner("logs", logs[1]).returncode == 0
+    assert forked_runner("logs", logs[1]).returncode == 0
     cluster.jobsets["tiny"]["status"] = {}
-    assert [json.loads(runner("status", log, "--json").stdout)["state"] for log in logs] == ["Forgotten", "Running"]
-    assert runner("cancel", logs[0]).stdout == f"{logs[0]}: jobset job tiny (tiny) has ended already\n"
+    states = [json.loads(forked_runner("status", log, "--json").stdout)["state"] for log in logs]
+    assert states == ["Forgotten", "Running"]
+    assert forked_runner("cancel", logs[0]).stdout == f"{logs[0]}: jobset job tiny (tiny) has ended already\n"
     assert "tiny" in cluster.jobsets
     assert launch(packed, logs[0], name="other")[0] == 0, "the folder is free"
     del cluster.jobsets["other"]
-    assert runner("cancel", logs[1]).stdout == f"{logs[1]}: cancelled jobset job tiny (tiny)\n"
+    assert forked_runner("cancel", logs[1]).stdout == f"{logs[1]}: cancelled jobset job tiny (tiny)\n"
     assert cluster.jobsets == {}
 
 
 def test_logs_without_kubectl_or_without_pods_are_a_sentence(cluster: Kubernetes, packed: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert launch(packed, log)[0] == 0
-    done = runner("logs", log)
+    done = forked_runner("logs", log)
     problem = "kubectl logs: No resources found in team namespace."
     assert (done.returncode, done.stderr) == (3, f"error: {problem} [launch.scheduler-failed]\n")
-    done = runner("logs", log, PATH=str(tmp_path))
+    done = forked_runner("logs", log, PATH=str(tmp_path))
     assert done.returncode == 3
     assert done.stderr.startswith("error: kubectl: ")
 
