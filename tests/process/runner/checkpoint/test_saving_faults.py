@@ -160,7 +160,7 @@ def test_run_saves_although_the_folder_that_was_launched_is_gone(tmp_path: Path)
     packed, history = pack(tmp_path / "model", tmp_path / "packed", "pp=1"), tmp_path / "history"
     words = (
         packed / "manifest.json", "--data", "synthetic", "--seq-len", "16", "--checkpoint", history,
-        "--log-dir", tmp_path / "log", "--steps", str(ENDLESS),
+        "--log-dir", tmp_path / "log", "--steps", str(ENDLESS), "--no-self-check",
     )  # fmt: skip
     with started(1, "../../runner/train.py", *words) as (run,):
         run.wait_for("step 2/", timeout_s=60)
@@ -181,7 +181,7 @@ def test_run_whose_last_save_fails_was_not_stopped_and_saved(tmp_path: Path) -> 
     history = tmp_path / "history"
     words = (
         tmp_path / "packed/manifest.json", "--data", "synthetic", "--seq-len", "16", "--checkpoint", history,
-        "--checkpoint-sync", "--log-dir", tmp_path / "log", "--steps", str(ENDLESS),
+        "--checkpoint-sync", "--log-dir", tmp_path / "log", "--steps", str(ENDLESS), "--no-self-check",
     )  # fmt: skip
     with started(1, "../../runner/train.py", *words) as (run,):
         run.wait_for("step 2/", timeout_s=60)
@@ -207,7 +207,7 @@ def test_killed_training_resumes_from_its_newest_checkpoint_and_repeats_the_step
         "--data", "synthetic", "--seq-len", "16", "--global-batch", "4", "--checkpoint", history,
         "--checkpoint-every", "5", "--keep", "3", "--resume", "auto", "--steps", str(LAST),
     )  # fmt: skip
-    words = (tmp_path / "packed/manifest.json", *training, "--timeout", "8", "--log-dir", log)
+    words = (tmp_path / "packed/manifest.json", *training, "--timeout", "8", "--log-dir", log, "--no-self-check")
     with started(2, "../../runner/train.py", *words) as ranks:
         ranks[0].wait_for("step-000010", 60)
         ranks[1].process.kill()
