@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from tests.process.runner.data.test_own_rows import (
     write_rows,
 )
 from tests.process.runner.training_jobs import job, lines_of, losses_of, run_jobs, said
+from tests.process.torchrun import launch
 
 EXAMPLES = ROOT / "examples"
 ENTRY_POINTS = """\
@@ -207,8 +206,7 @@ def test_conversations_become_rows_whose_answers_count(tmp_path: Path) -> None:
     turns = [("user", "w0 w1"), ("assistant", "w2"), ("user", "w3"), ("assistant", "w4 w5")]
     messages = [{"role": role, "content": content} for role, content in turns]
     (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
-    command = [sys.executable, EXAMPLES / "chat_rows.py", tmp_path, tmp_path / "talks.jsonl", tmp_path / "rows.jsonl"]
-    subprocess.run(command, check=True, timeout=60)
+    launch(1, "../../examples/chat_rows.py", tmp_path, tmp_path / "talks.jsonl", tmp_path / "rows.jsonl")
     row = json.loads((tmp_path / "rows.jsonl").read_text())
     # Roles are unknown words, which are EOS, too.
     assert row["input_ids"] == [BOS, EOS, 2, 3, EOS, EOS, 4, EOS, EOS, 5, EOS, EOS, 6, 7, EOS]

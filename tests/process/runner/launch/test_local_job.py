@@ -11,11 +11,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.process.forked import Forked
 from tests.process.local_jobs import ROOT, SMALL, forked_runner, launched, wait_until_gone
 
-# Of two launches: each waits for the other when it looks at the clock, which stands still.
+# Of two launches from this folder: each waits for the other when it looks at the clock, which stands still.
 AT_ONCE = """
-import datetime, os, pathlib, sys, time
+import datetime, os, pathlib, time
+from runner.launch import run_folder
 
 class Clock(datetime.datetime):
     @classmethod
@@ -26,8 +28,8 @@ class Clock(datetime.datetime):
             time.sleep(0.01)
         return cls(2026, 11, 28)
 
-if "launch" in sys.argv:
-    datetime.datetime = Clock
+run_folder.datetime = Clock
+os.chdir(pathlib.Path(__file__).parent)
 """
 
 
@@ -115,13 +117,16 @@ def test_runs_that_are_launched_in_the_same_second_have_folders_of_their_own(
     packed_alone: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(AT_ONCE)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "runner.cli", "launch", str(packed_alone), "--", *SMALL, "--steps", "1", "--quiet"]
-    running = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-    ends = [(process.communicate(timeout=110)[1], process.returncode) for process in running]
-    assert ends == [("", 0), ("", 0)]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    words = ["launch", str(packed_alone), "--", *SMALL, "--steps", "1", "--quiet"]
+    errors = [tmp_path / "errors-1", tmp_path / "errors-2"]
+    running = [Forked(words, environment, Path(os.devnull), file) for file in errors]
+    try:
+        codes = [process.wait(110) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [(code, file.read_text()) for code, file in zip(codes, errors, strict=True)] == [(0, ""), (0, "")]
     names = sorted(path.parent.name for path in tmp_path.glob("runner-log/2*/state.json"))
     assert names == [f"20261128-000000-{packed_alone.name}", f"20261128-000000-{packed_alone.name}-2"]
 

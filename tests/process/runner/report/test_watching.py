@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.flight_recorder.components.loader import read_dump
 
 from manifests.module_times import read_times
-from tests.process.local_jobs import SMALL, launched, runner
+from tests.process.local_jobs import SMALL, forked_runner, launched
 from tests.process.runner.training_jobs import losses_of
 from tests.process.torchrun import started
 
@@ -38,7 +38,7 @@ def test_run_that_is_watched_leaves_event_files_an_offline_run_and_a_page(packed
     assert min(step.link.rate, step.link.shard_rate) > 0
 
     page = tmp_path / "page.html"
-    done = runner("report", log, "--out", page)
+    done = forked_runner("report", log, "--out", page)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{page}: 6 steps, loss {losses[0]:.4f} to {losses[-1]:.4f}; ")
     for heading in ("Loss", "Throughput", "Where the time of a step goes", "Memory"):
