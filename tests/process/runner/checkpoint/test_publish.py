@@ -25,6 +25,7 @@ from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
 from tests.process.local_jobs import forked_runner
 from tests.process.runner.training.test_frozen import FLAGS, train
+from tests.process.runner.training_jobs import job, run_jobs
 from tests.process.stores.objects.buckets import BUCKET, url_of
 from tests.servers.s3 import MotoServer
 
@@ -58,9 +59,11 @@ def test_versions_are_the_weights_of_steps_that_change_bytes_and_slimes_decoder_
 ) -> None:
     chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
     options = ("--publish", chain, "--publish-every", "1", "--steps", "3")
-    train(packed, tmp_path / "still", "--lr", "1e-12", *options)
-    assert [path.name for path in chain.glob("weight_v*")] == ["weight_v000001"]  # later steps change no byte of it
-    train(packed, tmp_path / "log", *RATE, *options, "--checkpoint", checkpoints, "--checkpoint-every", "1")
+    saving = ("--checkpoint", checkpoints, "--checkpoint-every", "1")
+    run_jobs(2, [
+        job(packed, tmp_path / "still", *FLAGS, "--lr", "1e-12", *options),  # its steps change no byte of version 1
+        job(packed, tmp_path / "log", *FLAGS, *RATE, *options, *saving),
+    ])  # fmt: skip
     assert versions(chain) == [(1, None), (2, 1), (3, 2), (4, 3)]
     check_steps(chain, checkpoints, {2: 1, 3: 2, 4: 3}, tmp_path)
     run("export", packed, "--to", "hf", "--dtype", "bf16", "--out", tmp_path / "hf1")
@@ -91,13 +94,12 @@ def test_parameters_that_transformers_has_in_float32_are_published_so(tmp_path: 
 
 def test_restarts_go_on_in_the_chain_and_remove_nothing(packed: Path, tmp_path: Path) -> None:
     chain, checkpoints = tmp_path / "chain", tmp_path / "checkpoints"
-    options = (*RATE, "--publish", chain, "--publish-every", "1", "--publish-dtype", "float32",
-               "--checkpoint", checkpoints, "--checkpoint-every", "1")  # fmt: skip
-    train(packed, tmp_path / "a", *options, "--steps", "2")
-    train(packed, tmp_path / "b", *options, "--steps", "3", "--resume", "auto")
+    options = (*FLAGS, *RATE, "--publish", chain, "--publish-every", "1", "--publish-dtype", "float32",
+               "--checkpoint", checkpoints, "--checkpoint-every", "1", "--resume", "auto")  # fmt: skip
+    run_jobs(2, [job(packed, tmp_path / name, *options, "--steps", steps) for name, steps in (("a", 2), ("b", 3))])
     assert versions(chain) == [(1, None), (2, 1), (3, 2)]  # it starts with the weights of version 2
     shutil.rmtree(checkpoints / "step-000003")
-    train(packed, tmp_path / "c", *options, "--steps", "4", "--resume", "auto")
+    run_jobs(2, [job(packed, tmp_path / "c", *options, "--steps", 4)])
     # It starts from an earlier step: step 3 again has the weights of version 3, and is published as a full version.
     assert versions(chain) == [(1, None), (2, 1), (3, 2), (4, None), (5, 4)]
     done = reshard.apply_delta(chain, tmp_path / "served", version=3)
