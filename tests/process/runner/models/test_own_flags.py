@@ -167,7 +167,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("own")
 
 
-@pytest.mark.parametrize(("architecture", "num_ranks"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "num_ranks"),
+    [pytest.param(*case, marks=[] if case == (TREE, 2) else pytest.mark.slow) for case in CASES],
+)
 def test_own_model_trains_under_each_flag_as_one_process(architecture: str, num_ranks: int, place: Path) -> None:
     check(place, architecture, num_ranks, CASES[architecture, num_ranks])
 
