@@ -77,6 +77,7 @@ def test_copies_of_a_weight_are_in_its_parameter_group(place: Path) -> None:
     pack(place / "grouped" / "step-000001", place / "packed again", "pp=1")
 
 
+@pytest.mark.slow
 def test_frozen_norm_is_lent_in_the_dtype_of_the_files(place: Path) -> None:
     flags = ("--dtype", "bf16", "--train-only", r"layers\.[14]\.", "--save")
     run_jobs(2, [train(place, "whole frozen", BORROWS, 2, *flags, place / "whole frozen")])
@@ -90,6 +91,7 @@ def test_frozen_norm_is_lent_in_the_dtype_of_the_files(place: Path) -> None:
     assert torch.equal(saved["model.norm.weight"], norm)
 
 
+@pytest.mark.slow
 def test_norm_that_its_own_rank_does_not_use_is_reduced_in_mixed_precision(place: Path) -> None:
     flags = ("--dtype", "bf16", "--master-dtype", "fp32")
     run_jobs(2, [train(place, "mixed", BORROWS, 3, *flags)])
