@@ -228,7 +228,8 @@ def test_disk_of_rank_0_that_does_not_answer_while_it_commits_ends_all_and_is_na
         wait_until_gone(pids, 60)
 
 
-@pytest.mark.parametrize(("name", "rank"), [(".lock", "0"), pytest.param("step-000002", r"\d", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "rank"), [(".lock", "0"), ("step-000002", r"\d")])
 def test_disk_that_does_not_answer_as_a_save_begins_ends_all(
     packed: Path, tmp_path: Path, name: str, rank: str
 ) -> None:
