@@ -114,6 +114,7 @@ def test_signal_while_a_job_begins_ends_it_with_a_word_and_it_counts_as_stopped(
     while not moment(process.pid):
         assert process.poll() is None
         assert time.monotonic() < deadline
+        time.sleep(0.005)
     process.send_signal(number)
     check_word(process)
     found = json.loads(runner("status", tmp_path / "log", "--json").stdout)

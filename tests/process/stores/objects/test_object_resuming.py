@@ -76,6 +76,7 @@ def test_killed_pack_is_resumed_on_its_machine_without_force(moto: MotoServer, s
     while len(json.loads(objects_in(moto, "dead").get(PROGRESS_NAME, '{"objects": {}}'))["objects"]) < 3:
         assert worker.poll() is None
         assert time.monotonic() < deadline
+        time.sleep(0.05)
     assert pack(source, url, "--json").json["error"]["code"] == "output.unfinished"  # it is alive
     worker.send_signal(signal.SIGKILL)
     worker.wait(10)
@@ -99,6 +100,7 @@ def test_interrupt_that_must_wait_for_the_store_says_so_and_a_second_one_ends_at
             while not any(path.endswith(LAST) for path in sent(moto, "waiting")):
                 assert worker.poll() is None
                 assert time.monotonic() < deadline
+                time.sleep(0.05)
             worker.terminate()
             lines = iter(worker.stderr.readline, b"")
             assert any(line.startswith(b"waiting for") for line in lines)
