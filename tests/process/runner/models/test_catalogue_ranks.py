@@ -8,8 +8,9 @@ from tests.fast.manifests.models.catalogued import DOZEN, check_table
 from tests.process.torchrun import fork_context
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("architectures", [DOZEN[:1], pytest.param((), marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("architectures", [DOZEN[:1], ()], ids=["some", "all"])
 def test_catalogue_is_what_the_command_writes(architectures: tuple[str, ...]) -> None:
     from tools import catalogue
 
