@@ -409,7 +409,7 @@ def test_log_folder_whose_disk_does_not_answer_keeps_no_step_from_its_timeout(
     monkeypatch.setattr("runner.distributed.watchdog._LIMIT_S", 0.1)
     if hanging == "log":
         os.mkfifo(log)  # which nobody reads: opening it waits
-    with Watchdog(tmp_path, 0, [0], step_timeout_s=3, can_stop=False) as watchdog:
+    with Watchdog(tmp_path, 0, [0], step_timeout_s=2, can_stop=False) as watchdog:
         if hanging == "heartbeat":
             monkeypatch.setattr(os, "replace", lambda *_: answered.wait(60))
         watchdog.beat(1)
