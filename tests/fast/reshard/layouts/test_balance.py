@@ -149,10 +149,10 @@ def random_problem(rng: random.Random) -> Problem:
     )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
-def test_split_equals_brute_force_on_500_random_problems(seed):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])
+def test_split_equals_brute_force_on_200_random_problems(seed):
     rng, unsolvable = random.Random(seed), 0
-    for _ in range(500):
+    for _ in range(200):
         asked = random_problem(rng)
         found, expected = solve(asked), best_of_all(asked)
         if found is None or expected is None:
@@ -162,7 +162,7 @@ def test_split_equals_brute_force_on_500_random_problems(seed):
         assert fits(asked, found.bounds), asked
         assert key(asked, found.bounds) == expected, asked
         assert found.proven
-    assert 50 < unsolvable < 250
+    assert 20 < unsolvable < 100
 
 
 def test_floats_count_as_the_decimals_they_print_as():
