@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,14 +29,15 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = llama_config(hidden_size=256, intermediate_size=512, vocab_size=2000)
     write_model(folder, config, random_tensors(config), num_shards=2)
     (folder / "empty.txt").write_bytes(b"")
-    with open(folder / "long.dat", "wb") as file:
-        file.truncate(20 << 20)
     return folder
 
 
 @pytest.fixture(scope="module")
 def packed(source: Path) -> Path:
-    out = source.with_name("packed")
+    return pack_here(source, source.with_name("packed"))
+
+
+def pack_here(source: Path, out: Path) -> Path:
     assert reshard("pack", source, "--layout", "pp=4", "--out", out).code == 0
     return out
 
@@ -86,9 +88,11 @@ def error_of(ended: Ended) -> Any:
     return (ended.code, ended.json["error"]["code"])
 
 
-def test_parts_in_a_bucket_are_the_pack_in_a_folder(
-    moto: MotoServer, source: Path, packed: Path, tmp_path: Path
-) -> None:
+def test_parts_in_a_bucket_are_the_pack_in_a_folder(moto: MotoServer, source: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(source, tmp_path / "source")
+    with open(source / "long.dat", "wb") as file:  # sent in parts itself
+        file.truncate(20 << 20)
+    packed = pack_here(source, tmp_path / "packed")
     for part in ("3/3", "1/3"):
         assert pack(source, "parts", part).code == 0
         assert pack(source, "parts", part).code == 0  # done already
