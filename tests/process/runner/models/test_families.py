@@ -175,8 +175,9 @@ RANDOM = {
 def whole_and_resumed(place: Path, *resumed: str) -> list[dict[str, Any]]:
     """Pack a model, and describe four steps, and two steps from the middle of those with more flags."""
     pack(place / "source", place / "packed", "pp=2", "--quiet")
-    flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4, "--checkpoint")
-    resumed = ("--resume", place / "whole" / "step-000002", "--no-self-check", *resumed)
+    flags = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4, "--lr", LR, "--steps", 4, "--no-self-check",
+             "--checkpoint")  # fmt: skip
+    resumed = ("--resume", place / "whole" / "step-000002", *resumed)
     return [
         job(place / "packed", place / f"{run}-log", *flags, place / run, *more)
         for run, more in (("whole", ("--checkpoint-every", 2)), ("resumed", resumed))
