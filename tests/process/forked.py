@@ -131,7 +131,9 @@ def _run(command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL if is_rank else signal.default_int_handler)
         logging.root.handlers.clear()
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
-        for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
+        folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+        for folder in folders:
             if (custom := Path(folder, "sitecustomize.py")).is_file():
                 site = sys.modules["sitecustomize"] = ModuleType("sitecustomize")
                 site.__file__ = str(custom)

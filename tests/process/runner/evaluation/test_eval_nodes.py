@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +31,16 @@ NODES = ("node1", "node2")
 READ = ("--seq-len", 16, "--microbatch", 2, "--no-self-check", "--json")
 
 
+def run_forked(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """Run a command of `runner` as `subprocess.run` would, but for the start of Python."""
+    return forked_runner(*command[command.index("runner.cli") + 1 :])
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Save a model and a text, and pack the model for a rank and for two."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr("runner.evaluation.command.subprocess", SimpleNamespace(run=run_forked))
     save_model(tmp_path / "source", num_hidden_layers=2, hidden_size=32, bos_token_id=BOS, eos_token_id=EOS)
     write_tokenizer(tmp_path / "source", **read_config(tmp_path / "source"))
     for layout in ("pp=1", "pp=2"):

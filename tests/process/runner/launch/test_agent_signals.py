@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.process.forked import Forked
+
 ROOT = Path(__file__).parents[4]
+Process = Forked | subprocess.Popen[bytes]
 # What `runner launch` tells the agent about signals.
 HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--shutdown-timeout", "60")
 SAVES = """
@@ -41,19 +46,32 @@ def main():
 """
 
 
-def agent(worker: str, folder: Path, *, ignored: signal.Signals | None = None) -> subprocess.Popen[bytes]:
-    """Start the agent with one rank, which runs this code, and a signal ignored; what they say goes to a file."""
+@contextmanager
+def agent(worker: str, folder: Path, *, is_below_nohup: bool = False) -> Iterator[Process]:
+    """Start the agent with one rank, which runs this code; what they say goes to a file.
+
+    It is forked, unless SIGHUP is ignored in it from the start.
+    """
     (folder / "worker.py").write_text(worker)
     words = ("--standalone", "--nproc-per-node", "1", *HANDLED, "-m", "worker", str(folder))
-    with open(folder / "said", "wb") as said:
-        return subprocess.Popen(
-            [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words],
-            env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, stderr=said,
-            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN),
-        )  # fmt: skip
+    environment, said = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, folder / "said"
+    process: Process
+    if is_below_nohup:
+        with open(said, "wb") as errors:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words], env=environment, stderr=errors,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+            )  # fmt: skip
+    else:
+        process = Forked(words, environment, folder / "output", said, "runner.launch.agent.agent")
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
-def wait_until_begun(folder: Path, process: subprocess.Popen[bytes]) -> None:
+def wait_until_begun(folder: Path, process: Process) -> None:
     deadline_s = time.monotonic() + 60
     while not (folder / "began").exists():
         assert process.poll() is None
@@ -73,7 +91,7 @@ def test_agent_that_is_asked_to_stop_many_times_waits_until_its_rank_has_saved(t
 
 
 def test_job_below_nohup_outlives_its_terminal(tmp_path: Path) -> None:
-    with agent(SAVES, tmp_path, ignored=signal.SIGHUP) as process:
+    with agent(SAVES, tmp_path, is_below_nohup=True) as process:
         wait_until_begun(tmp_path, process)
         process.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):

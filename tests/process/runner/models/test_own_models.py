@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from runner.config.flags import parse_training
 from runner.data.sequences import read_batches
 from tests.builders import run
-from tests.process.local_jobs import ROOT, runner
+from tests.process.local_jobs import ROOT, forked_runner
 from tests.process.runner.training_jobs import job, losses_of, run_jobs
 
 EXAMPLE = ROOT / "examples" / "own_model.py"
@@ -80,7 +80,7 @@ def test_architecture_that_nothing_knows_trains_through_an_entry_point(packages:
     model: nn.Module = new.NewForCausalLM(new.NewConfig(**fields)).eval()
     pack(tmp_path, NEW_CONFIG, NEW_MODEL, model)
     path = os.pathsep.join((str(packages), str(ROOT)))
-    launched = runner("launch", tmp_path / "pp2", "--dry-run", "--", *FLAGS, PYTHONPATH=path)
+    launched = forked_runner("launch", tmp_path / "pp2", "--dry-run", "--", *FLAGS, PYTHONPATH=path)
     assert launched.returncode == 0, launched.stderr
     run_jobs(2, [job(tmp_path / "pp2", tmp_path / "log", *FLAGS, *saving(tmp_path), path=packages)])
     check_losses(tmp_path, NEW_CONFIG, model, lambda model, tokens: model(tokens, use_cache=False).logits)
