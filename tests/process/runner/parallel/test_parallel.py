@@ -313,7 +313,6 @@ def runs(place: Path) -> Runs:
     runs = Runs(place)
     runs.add("sharded", "tied-pp=2", *SHARDED)
     runs.add("pipeline", "tied-pp=4")
-    runs.go()
     runs.resume("sharded again", "sharded", "tied-pp=2", *SHARDED)
     runs.resume("sharded to cut", "sharded", "tied-pp=2", *CUT, "--loading", "broadcast")
     runs.go()
