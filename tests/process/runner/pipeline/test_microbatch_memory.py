@@ -15,14 +15,19 @@ from tests.process.torchrun import launch
 
 pytestmark = pytest.mark.timeout(900)
 
-FEW, MANY = 6, 18
+FEW, MORE, MANY = 6, 12, 18
 BOUNDED = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))
 HIDDEN_NBYTES = 4 * SEQ_LEN * int(CONFIG["hidden_size"])  # of what crosses between two stages
 Measured = dict[tuple[str, int, str], list[dict[str, Any]]]
 
 
 def measure(
-    out: Path, num_ranks: int, schedules: Sequence[str], recompute: Sequence[str], shares: dict[int, list[int]]
+    out: Path,
+    num_ranks: int,
+    schedules: Sequence[str],
+    recompute: Sequence[str],
+    shares: dict[int, list[int]],
+    many: int = MANY,
 ) -> Measured:
     """Run every schedule with few and many microbatches; return the figures of each rank."""
     cases = [
@@ -35,7 +40,7 @@ def measure(
         }
         for schedule in schedules
         for layers in recompute
-        for count in (FEW, MANY)
+        for count in (FEW, many)
     ]
     (out / "cases.json").write_text(json.dumps(cases))
     launch(num_ranks, "runner/pipeline/peak_worker.py", out / "cases.json", out, timeout_s=800)
@@ -65,7 +70,7 @@ def check(measured: Measured, tolerance: float) -> None:
 
 def test_more_microbatches_need_no_more_memory_and_as_much_as_planned(tmp_path: Path) -> None:
     """Under zero bubble, what I recomputes is in memory until W; the slow tests have the other schedules."""
-    check(measure(tmp_path, 2, ["ZBVZeroBubble"], ["full"], {2: [3, 3, 3, 2]}), 0.1)
+    check(measure(tmp_path, 2, ["ZBVZeroBubble"], ["full"], {2: [3, 3, 3, 2]}, MORE), 0.1)
 
 
 @pytest.mark.slow
