@@ -168,8 +168,9 @@ def test_process_with_the_number_of_a_dead_holder_is_not_taken_for_it(tmp_path: 
         pass
 
 
-def test_claim_of_another_user_whose_processes_are_hidden_is_kept() -> None:
-    """As on login nodes, whose /proc is mounted with hidepid=2."""
+def test_claim_of_another_user_whose_processes_are_hidden_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on login nodes, whose /proc is mounted with hidepid=2: its heartbeats show that it is alive."""
+    monkeypatch.setattr("stores.folders.lock._BEAT_S", 0.5)
     hidden = 'mount -t proc -o hidepid=2 proc /proc && exec setpriv --reuid 65534 --regid 65534 --clear-groups "$@"'
     hiding = ["unshare", "-m", "sh", "-c", hidden, "sh"]
     tried = subprocess.run([*hiding, "true"], capture_output=True, text=True)
