@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.process.forked import Forked
+
 ROOT = Path(__file__).parents[4]
 WORKER = """
 import json, os, signal, sys, threading
@@ -193,13 +195,14 @@ def main():
 def test_ranks_that_the_system_refuses_to_start_are_a_sentence_and_may_be_started_again(tmp_path: Path) -> None:
     (tmp_path / "refused.py").write_text(REFUSED)
     words = ("--standalone", "--nproc-per-node", "2", "-m", "refused")
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "runner.launch.agent.agent", *words],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=100,
-    )  # fmt: skip
-    error, hint = done.stderr.splitlines()
-    assert done.returncode == 5
+    environment, errors = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, tmp_path / "errors"
+    agent = Forked(words, environment, tmp_path / "output", errors, "runner.launch.agent.agent")
+    try:
+        code = agent.wait(100)
+    finally:
+        agent.kill()
+    error, hint = errors.read_text().splitlines()
+    assert code == 5
     assert re.fullmatch(rf"error: node 0, {re.escape(socket.gethostname())}: .+ \[system\.refused\]", error), error
     assert "ulimit" in hint
 
