@@ -10,12 +10,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import pytest
+
+from tests.process.forked import Forked
 
 ROOT = Path(__file__).parents[4]
 LOST = 5  # the exit code of a job that lost a rank
@@ -30,11 +32,7 @@ STOPS = """echo '{{"version": 1, "step": 3, "ended": "stopped"}}' > {place}/log/
 FAILS = """echo '{{"version": 1, "step": 0, "ended": "failed", "code": %d}}' > {place}/log/state.json; exit %d"""
 LOSES = FAILS % (LOST, LOST)
 RESTART = re.compile(r"attempt \d of \d exited .* step (\d)$")
-# Without the waits of seconds: nothing here is late.
-HURRIED = (
-    "from runner.launch import supervisor as supervise; supervise._LATE_S = 0.0; supervise._PAUSES_S = (0.0,) * 4; "
-    "supervise._ANSWER_S = 0.5; supervise.main()"
-)
+MODULE, HURRIED = "runner.launch.supervisor", "tests.process.runner.launch.hurried_supervisor"
 STALE = """import errno, os
 listdir = os.listdir
 def faulty(path="."):
@@ -68,7 +66,7 @@ def supervise(
     """Run the supervisor of a job whose every attempt does what a line of shell says, and of which Slurm shows this.
 
     `names` is what `scontrol show hostnames` does, and `requeues` what `scontrol requeue` does first. What
-    the supervisor says goes to the `log`, if there is one.
+    the supervisor says goes to the `log`, if there is one: then Python is started for it.
     """
     scripts = place / "bin"
     scripts.mkdir(exist_ok=True)
@@ -84,22 +82,35 @@ def supervise(
         (scripts / name).write_text(text)
         (scripts / name).chmod(0o755)
     (place / "log").mkdir(exist_ok=True)
-    program = ("-c", HURRIED) if is_hurried else ("-m", "runner.launch.supervisor")
-    done = subprocess.run(
-        [sys.executable, *program, "--nnodes", "2", "--nproc-per-node", "1", *flags, "packed", "--", "--data",
-         "synthetic", "--log-dir", place / "log", "--checkpoint", place / "saved", "--checkpoint-every", "1"],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=log or subprocess.PIPE, text=True, timeout=50, check=False,
-        env={**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "SLURM_JOB_ID": "7",
-             "SLURM_JOB_NODELIST": "node[2,10]", **(environment or {})},
-    )  # fmt: skip
+    saving = ("--log-dir", f"{place}/log", "--checkpoint", f"{place}/saved", "--checkpoint-every", "1")
+    words = ("--nnodes", "2", "--nproc-per-node", "1", *flags, "packed", "--", "--data", "synthetic", *saving)
+    path = f"{scripts}:{os.environ['PATH']}"
+    job = {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[2,10]", **(environment or {})}
+    if log is None:
+        code, said = fork(words, {**os.environ, **job}, place / "said", HURRIED if is_hurried else MODULE)
+    else:
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, *words], cwd=ROOT, env={**os.environ, **job}, stderr=log, timeout=50
+        )
+        code, said = done.returncode, ""
     attempts, state = place / "attempts", place / "log" / "state.json"
     return Ended(
-        code=done.returncode,
-        said=done.stderr or "",
+        code=code,
+        said=said,
         attempts=attempts.read_text().splitlines() if attempts.exists() else [],
         requeued=(place / "requeued").exists(),
         state=json.loads(state.read_text()) if state.exists() else None,
     )
+
+
+def fork(words: Sequence[str], environment: Mapping[str, str], said: Path, module: str) -> tuple[int, str]:
+    """Return the exit code of the supervisor, and what it says."""
+    said.unlink(missing_ok=True)
+    process = Forked(words, environment, Path(os.devnull), said, module)
+    try:
+        return process.wait(50), said.read_text()
+    finally:
+        process.kill()
 
 
 def test_job_that_loses_a_rank_each_time_ends_once_its_restarts_are_used_up(tmp_path: Path) -> None:
