@@ -88,7 +88,7 @@ def test_source_that_changes_between_its_two_readings_is_refused(moto: MotoServe
 
 
 def test_one_shard_that_fails_ends_all(moto: MotoServer) -> None:
-    files = [Steps(0), Steps(None), *(Steps(0) for _ in range(50))]
+    files = [Steps(0), Steps(None), *(Steps(0) for _ in range(500))]
     assert refusal(lambda: write_shards("ended", files)) == ("store.refused", "steps")
     assert moto.objects(BUCKET, "ended/") == {}
-    assert len(moto.requests("PUT", "ended/stage-")) < 50
+    assert len(moto.requests("PUT", "ended/stage-")) < 500
