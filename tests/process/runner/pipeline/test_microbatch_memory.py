@@ -68,9 +68,16 @@ def check(measured: Measured, tolerance: float) -> None:
                 assert rank["peak"] <= 1.02 * few["peak"], case
 
 
-def test_more_microbatches_need_no_more_memory_and_as_much_as_planned(tmp_path: Path) -> None:
-    """Under zero bubble, what I recomputes is in memory until W; the slow tests have the other schedules."""
-    check(measure(tmp_path, 2, ["ZBVZeroBubble"], ["full"], {2: [3, 3, 3, 2]}, MORE), 0.1)
+@pytest.mark.parametrize(
+    ("schedules", "many"),
+    [(["ZBVZeroBubble"], MORE), pytest.param(["Interleaved1F1B", "ZBVZeroBubble"], MANY, marks=pytest.mark.slow)],
+    ids=["some", "all"],
+)
+def test_more_microbatches_need_no_more_memory_and_as_much_as_planned(
+    schedules: Sequence[str], many: int, tmp_path: Path
+) -> None:
+    """Under zero bubble, what I recomputes is in memory until W."""
+    check(measure(tmp_path, 2, schedules, ["full"], {2: [3, 3, 3, 2]}, many), 0.1)
 
 
 @pytest.mark.slow
