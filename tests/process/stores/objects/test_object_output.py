@@ -263,6 +263,7 @@ def test_object_that_a_writer_had_on_its_way_as_it_was_taken_over_is_not_committ
             elif late == "reused shard":
                 assert second.completed(name, len(data), 8) == data[:8]
             elif late == "shard of another rank":
+                second.check_lock()  # names are recorded beside, and until then no object may appear
                 others.writer(name, len(data)).write_all([data])
                 second.note(name, len(data), others.look_up(name).etag)
             else:
