@@ -39,7 +39,7 @@ from runner.models.routers import recorded_routers
 from runner.models.shrink import shrink
 from runner.models.stage_of_any import StageOfAny, is_stand_in, longest_alike
 from runner.models.tensor_plan import complete_plan, distribute_model, plans_of, shard_model, summed_by_plan
-from runner.models.whole_model import WholeModel
+from runner.models.whole_model import WholeModel, evaluate_as_in_training
 from runner.tensors.dtensor import local_of
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.tensors.row_parts import RowParts
@@ -94,6 +94,7 @@ class Generic:
             read = config_class.from_dict(copy.deepcopy(dict(self._given)))
             self._is_tied = bool(entry.ties and read.tie_word_embeddings)
             self._config = config_class.from_dict({**copy.deepcopy(dict(self._given)), **_CONFIG})
+            evaluate_as_in_training(self._config)
             # As in Mamba: what layers of a bfloat16 model hand on is float32.
             self.adds_in_float32 = bool(getattr(self._config.get_text_config(), "residual_in_fp32", False))
         if shape is not None:
@@ -210,6 +211,7 @@ class Generic:
         """Return transformers' model with random weights on the CPU, ties and dropout as the config says."""
         with _refusals(self._where):
             config = type(self._config).from_dict(copy.deepcopy({**self._given, "use_cache": False}))
+            evaluate_as_in_training(config)
             config._experts_implementation = self._config._experts_implementation
             model = self._class(config)
         if self.mtp:

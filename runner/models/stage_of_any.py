@@ -207,7 +207,7 @@ class _Elsewhere(nn.Module):
         self._num_results = num_results
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"][0], name)  # of modules, too: RWKV scales the weights of all its layers
+        return getattr(self.__dict__["_layer"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]

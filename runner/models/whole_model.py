@@ -22,6 +22,19 @@ from manifests.store import read_config
 from runner.models.regions import keeping_views
 from runner.models.routers import Router, recorded_routers, routers_among
 
+# Note [Evaluation as in training]
+# In evaluation mode RWKV halves the hidden state after every `rescale_every`-th block, against overflow in float16, and
+# divides the weights of the blocks after it, in place. That changes nothing but what the epsilon of a norm is added to.
+# But a stage would halve again what earlier stages have halved.
+_AS_IN_TRAINING: Mapping[str, object] = {"rescale_every": 0}
+
+
+def evaluate_as_in_training(config: Any) -> None:
+    """Let the model of a config compute the same in evaluation mode; see Note [Evaluation as in training]."""
+    for name, value in _AS_IN_TRAINING.items():
+        if hasattr(config, name):
+            setattr(config, name, value)
+
 
 def router_loss(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return the auxiliary loss of a router. Shapes: logits (N, E)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
-from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM
+from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM, RwkvForCausalLM
 
 from tests.builders import pack
+from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.data.words import BOS, EOS, write_documents, write_tokenizer
 from tests.fast.runner.models.decoders import Variant, save_decoder
 from tests.fast.runner.models.titans import load
@@ -24,6 +26,7 @@ from tests.process.torchrun import launch
 
 WORDS = [f"w{number}" for number in range(300)]
 ENDS = {"bos_token_id": 60, "eos_token_id": 61}
+ROWS = torch.randint(1, 96, (6, 13), generator=torch.Generator().manual_seed(0))
 LAYOUTS = {1: ("pp=1",), 2: ("pp=2", "pp=2,vpp=2", "pp=2,vpp=2,style=v"), 4: ("pp=4", "pp=4,vpp=2")}
 
 
@@ -196,18 +199,37 @@ def test_evaluations_between_steps_are_those_after_them_and_change_nothing(tmp_p
     [pytest.param("Ett|ttmL", marks=pytest.mark.slow), "Et|ttt|m|L"],  # the third stage borrows the norm
 )
 def test_loss_is_that_of_transformers(tmp_path: Path, layout: str) -> None:
-    source, rows = tmp_path / "source", torch.randint(1, 96, (6, 13), generator=torch.Generator().manual_seed(0))
+    source = tmp_path / "source"
     source.mkdir()
     (source / "config.json").write_text(json.dumps({**config_of(1), "dtype": "float32"}))
     weights = {name: tensor.clone() for name, tensor in random_weights(1).items()}
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows.tolist()))
     pack(source, tmp_path / "packed", layout)
-    words = ("--data", data, "--seq-len", 13, "--tokenized", "--no-self-check")
-    loss, num_tokens = evaluate(layout.count("|") + 1, tmp_path, tmp_path / "packed", *words)
+    loss = evaluate_rows(layout.count("|") + 1, tmp_path)
     model = DeepseekV3ForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    assert loss == pytest.approx(loss_of_rows(model), abs=1e-6)
+
+
+def evaluate_rows(num_ranks: int, place: Path) -> float:
+    """Return the loss of what is packed in a folder, over `ROWS`."""
+    data = place / "rows.jsonl"
+    data.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ROWS.tolist()))
+    words = ("--data", data, "--seq-len", 13, "--tokenized", "--no-self-check")
+    loss, num_tokens = evaluate(num_ranks, place, place / "packed", *words)
+    assert num_tokens == ROWS[:, 1:].numel()
+    return loss
+
+
+def loss_of_rows(model: Any) -> float:
     with torch.no_grad():
-        expected = cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-    assert num_tokens == rows[:, 1:].numel()
-    assert loss == pytest.approx(expected.item(), abs=1e-6)
+        return cross_entropy(model(ROWS).logits[:, :-1].flatten(0, 1), ROWS[:, 1:].flatten()).item()
+
+
+def test_stages_of_rwkv_do_not_halve_hidden_states_again(tmp_path: Path) -> None:
+    """transformers halves them in evaluation mode alone, which the epsilon of norms shows."""
+    save_tiny(tmp_path / "source", "RwkvForCausalLM", num_hidden_layers=14)
+    pack(tmp_path / "source", tmp_path / "packed", "pp=2")
+    loss = evaluate_rows(2, tmp_path)
+    model = RwkvForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    for is_training, tolerance in ((True, 1e-6), (False, 1e-4)):
+        assert loss == pytest.approx(loss_of_rows(model.train(is_training)), rel=tolerance)
