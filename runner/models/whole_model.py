@@ -25,7 +25,7 @@ from runner.models.routers import Router, recorded_routers, routers_among
 # Note [Evaluation as in training]
 # In evaluation mode RWKV halves the hidden state after every `rescale_every`-th block, against overflow in float16, and
 # divides the weights of the blocks after it, in place. That changes nothing but what the epsilon of a norm is added to.
-# But a stage would halve again what earlier stages have halved.
+# But a stage would halve again what earlier stages have halved, and gradients would be those of other weights.
 _AS_IN_TRAINING: Mapping[str, object] = {"rescale_every": 0}
 
 
@@ -155,6 +155,7 @@ def read_whole(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTra
         raise ModelError(
             str(folder), problem, "download weights and config from one revision", code="model.no-reference"
         )
+    evaluate_as_in_training(model.config)
     whole: PreTrainedModel = model.to(device).eval()
     return whole
 
