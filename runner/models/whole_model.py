@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,9 @@ from runner.models.routers import Router, recorded_routers, routers_among
 # In evaluation mode RWKV halves the hidden state after every `rescale_every`-th block, against overflow in float16, and
 # divides the weights of the blocks after it, in place. That changes nothing but what the epsilon of a norm is added to.
 # But a stage would halve again what earlier stages have halved, and gradients would be those of other weights.
-_AS_IN_TRAINING: Mapping[str, object] = {"rescale_every": 0}
+# xLSTM runs all blocks over one part of a row after the other, if it is longer than `max_inference_chunksize`, without
+# gradients. What arrives at a stage is the whole row.
+_AS_IN_TRAINING: Mapping[str, object] = {"rescale_every": 0, "max_inference_chunksize": sys.maxsize}
 
 
 def evaluate_as_in_training(config: Any) -> None:

@@ -396,9 +396,16 @@ def test_parameters_that_are_not_trained_have_no_optimizer_state_to_reload() -> 
     assert compare(combination("LlamaForCausalLM", 1, "--train-only", "mlp"))[1] is None
 
 
-# In evaluation mode transformers halves the hidden state after every sixth block of RWKV.
-def test_stages_evaluate_as_the_whole_model_does_where_it_scales_hidden_states_between_layers() -> None:
-    assert compare(combination("RwkvForCausalLM", 1, vpp=2, num_hidden_layers=14))[1] is None
+# In evaluation mode transformers halves the hidden state after every sixth block of RWKV, and runs all blocks of xLSTM
+# over one part of a row after the other.
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("RwkvForCausalLM", {"num_hidden_layers": 14}), ("xLSTMForCausalLM", {"max_inference_chunksize": 4})],
+)
+def test_stages_evaluate_as_the_whole_model_does_where_that_is_not_as_it_trains(
+    architecture: str, changes: dict[str, int]
+) -> None:
+    assert compare(combination(architecture, 1, vpp=2, **changes))[1] is None
 
 
 # XGLM's lowest score is that of float64; the norm of Gemma 4 is of gradients that rounding changes more than others.
