@@ -6,7 +6,8 @@ config's fields, or for none. A field may make layers read what other layers lea
 to the loss. So before the first step a model of the run's own config, with all of its layers and small widths, is run
 on the CPU by its own forward and loss, and by the chunks that the run's stages would be, in training mode. Logits must
 be bitwise equal, losses and gradients equal to 1e-6 of the largest in a tensor. Two microbatches are in flight, as a
-pipeline has them. Random numbers, such as those of dropout, are seeded by name in front of every module.
+pipeline has them. Random numbers, such as those of dropout, are seeded by name in front of every module. The loss in
+evaluation mode, which is all that `runner eval` computes, is compared, too: a model may compute something else there.
 `runner.proof.options` then runs them with the options of the run.
 """
 
@@ -28,6 +29,7 @@ from runner.data.sequences import Batch
 from runner.models.family import BORROWED, Family, FamilyOutputError, row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, hf_constants, hf_pieces, materialize
 from runner.pipeline.heads import loss_of, loss_with_mtp
+from runner.pipeline.microbatches import evaluating
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
 from runner.tensors.dtensor import local_of, whole_of
@@ -227,11 +229,25 @@ def compare_with_whole(whole: Any, results: Sequence[WholeResult], chunks: Seque
         for arrived, outgoing in reversed(crossings):
             towards = backward(arrived, outgoing, towards)
     logits = [crossings[-1][1][0].detach() for crossings in crossed]
+    losses = [loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)]
     return Compared(
         logits=max(largest_of(computed - result.logits) for computed, result in zip(logits, results, strict=True)),
-        loss=max(loss_difference(chunks, *pair) for pair in zip(logits, results, strict=True)),
+        loss=max(*losses, evaluation_difference(whole, chunks, results[0].tokens)),
         gradients=max(difference(computed, expected) for _, expected, computed in gradients_of(whole, chunks)),
     )
+
+
+def evaluation_difference(whole: Any, chunks: Sequence[StageChunk], tokens: torch.Tensor) -> float:
+    """Return by how much the loss of stages, relative to the whole model's, differs in evaluation mode."""
+    crossing: Any = tokens
+    whole.body.eval()
+    with evaluating(chunks):
+        _, expected = whole(tokens)
+        for chunk in chunks:
+            chunk.io = None  # nothing is sent
+            crossing = chunk(crossing, **row_inputs_of(chunk.family, tokens))
+        loss = loss_of(chunks)(crossing, batch_of(tokens))
+    return largest_of((loss - expected) / expected)
 
 
 def build_filled(

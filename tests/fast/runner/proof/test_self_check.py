@@ -97,6 +97,8 @@ class _TwinModel(OlmoModel):
                 hidden = 2 * hidden
             elif self.config.wrong == "skips":
                 hidden = hidden + 0.1 * embedded
+            elif self.config.wrong == "halves" and not self.training:
+                hidden = hidden / 2
             elif self.config.wrong == "reads":
                 hidden = hidden + self.layers[0].mlp.down_proj.weight.mean()
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden))
@@ -152,7 +154,7 @@ def test_a_right_twin_passes_however_it_is_cut(sizes: tuple[int, ...], twin: Cal
     check(twin("nothing"), *sizes)
 
 
-@pytest.mark.parametrize("wrong", ["scales", "skips", "reads", "loses"])
+@pytest.mark.parametrize("wrong", ["scales", "skips", "halves", "reads", "loses"])
 def test_what_a_model_does_outside_its_layers_is_refused(
     wrong: str, twin: Callable[[str], Generic], wording: Callable[[str], None]
 ) -> None:
