@@ -263,6 +263,9 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         lines.append(f"the checkpoint has no dtype of training: this run uses --dtype {options.compute.dtype}")
     if options.resume.restart_data and training is None:
         lines.append("--restart-data has no effect: the run starts at step 0, and its data at the first sequence")
+    may_pad = options.data.has_rows or (options.data.files and not options.data.pack)
+    if options.balance.aux_loss and may_pad:
+        lines.append("--router-aux-loss counts padding, which transformers leaves out where it gets an attention_mask")
     for name in ("min_lr", "decay_steps") if options.optim.decay == "constant" else ():
         if name in given_options.given and (value := given_options.values[name]):
             lines.append(f"{flag_of(name)} {value} is not used: with --decay constant the learning rate stays at --lr")

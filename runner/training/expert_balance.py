@@ -12,8 +12,8 @@ transformers' `load_balancing_loss_func` multiplies the mean load of an expert, 
 its mean probability. Its gradient in the first microbatch depends on the load in the last one and in other stages, and
 a schedule runs the first backward before the last forward. So the product is taken of each layer and each microbatch
 of a rank, as in Megatron-Core's `aux_loss`, and the mean over both is added to the loss: transformers' value for one
-layer and one microbatch. As there, softmax and choice are computed in the logits' dtype. A layer adds its gradient when
-its backward runs; no stage waits for another.
+layer and one microbatch, without an `attention_mask`: padding counts. As there, softmax and choice are computed in the
+logits' dtype. A layer adds its gradient when its backward runs; no stage waits for another.
 """
 
 from __future__ import annotations

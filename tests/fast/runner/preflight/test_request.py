@@ -331,6 +331,22 @@ def test_flag_without_effect_is_noted(place: Path, training: tuple[str, ...], fl
         wording(note)
 
 
+@pytest.mark.parametrize(
+    ("data", "is_noted"),
+    [
+        (("synthetic", "--no-packing"), False),
+        (("a.txt",), False),
+        (("a.txt", "--no-packing"), True),
+        (("a.jsonl", "--tokenized"), True),
+        (("rows", "--data-class", "rows"), True),
+    ],
+)
+def test_padding_in_the_auxiliary_loss_of_routers_is_noted(data: tuple[str, ...], is_noted: bool) -> None:
+    for coef, count in (("0", 0), ("0.01", int(is_noted))):
+        options = parse_training(["--save", "s", "--router-aux-loss", coef, "--data", *data])
+        assert len(notes(options, options, None)) == count
+
+
 @pytest.mark.parametrize(("nbytes", "is_noted"), [(2, True), (63, True), (64, False)])
 def test_data_of_less_than_a_step_is_noted(tmp_path: Path, nbytes: int, is_noted: bool) -> None:
     (tmp_path / "a.txt").write_bytes(b"a" * nbytes)
