@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from manifests.errors import SourceError
 from manifests.jsontext import kind_of, parse_json_object
 from manifests.safetensors import Header
-from manifests.slices import slices_in
+from manifests.slices import SLICES_KEY
 from reshard.tensors.source_index import SUFFIX
 from stores.base import Folder, InputFile
 
@@ -57,11 +57,20 @@ def refuse_ranks_of_vllm(folder: Folder) -> None:
 
 
 def refuse_slices(file: InputFile, header: Header) -> None:
-    """Raise for slices of tensors, as torch's HuggingFaceStorageWriter leaves them; other `__metadata__` is copied."""
-    for name, part in slices_in(header, str(file)).items():
-        if part.shape != part.whole_shape:
-            problem = f"is a slice {list(part.shape)} of a tensor {list(part.whole_shape)}, as __metadata__ says"
-            raise SourceError(f"{file}: {name!r}", problem, _CONSOLIDATE, code="source.layer-slices")
+    """Raise for slices of tensors, as torch's HuggingFaceStorageWriter leaves them; other `__metadata__` is copied.
+
+    torch writes the offset alone, also of whole tensors; our own shards have the shape of the whole tensor, too.
+    """
+    text = header.metadata.get(SLICES_KEY)
+    if text is None:
+        return
+    table = parse_json_object(text.encode(), f"{file}: __metadata__.{SLICES_KEY}")
+    for entry in header.tensors:
+        whole = {"saved_offsets": [0] * len(entry.shape), "shape": list(entry.shape)}
+        part = table.get(entry.name, whole)
+        if not isinstance(part, dict) or whole | part != whole:
+            problem = f"is a slice {list(entry.shape)} of a tensor, as __metadata__ says: {str(part)[:80]}"
+            raise SourceError(f"{file}: {entry.name!r}", problem, _CONSOLIDATE, code="source.layer-slices")
 
 
 def is_torch_shard(name: str) -> bool:

@@ -60,10 +60,17 @@ def index(change: Callable[[dict[str, object]], object]) -> Callable[[Path], obj
 
 
 def sliced(table: dict[str, Any]) -> None:
-    """Say of each tensor that there is another half, as torch's HuggingFaceStorageWriter does."""
+    """Say of each tensor that there is another half, as a shard of a training checkpoint does."""
     whole = {name: {"saved_offsets": [0] * len(entry["shape"]), "shape": [2 * size for size in entry["shape"]]}
              for name, entry in table.items() if name != "__metadata__"}  # fmt: skip
     table["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(whole)}
+
+
+def sliced_by_torch(table: dict[str, Any]) -> None:
+    """Say of each tensor that there are rows before it, as torch's HuggingFaceStorageWriter does."""
+    offsets = {name: {"saved_offsets": [4, *[0] * (len(entry["shape"]) - 1)]}
+               for name, entry in table.items() if name != "__metadata__"}  # fmt: skip
+    table["__metadata__"] = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
 
 
 RANK = "model-rank-0-part-0.safetensors"
@@ -78,6 +85,8 @@ CASES = (
     Bad(name="weights in another format alone", spoil=lambda source: (source / SINGLE).rename(source / "model.bin"),
         found=("source.no-shards", "")),
     Bad(name="slices", spoil=header(sliced),
+        found=("source.layer-slices", f"/{SINGLE}: 'model.embed_tokens.weight'")),
+    Bad(name="slices of torch", spoil=header(sliced_by_torch),
         found=("source.layer-slices", f"/{SINGLE}: 'model.embed_tokens.weight'")),
     Bad(name="shards without an index", spoil=lambda source: (source / INDEX).unlink(), num_shards=2,
         found=("source.no-index", "")),

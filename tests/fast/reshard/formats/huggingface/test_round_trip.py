@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from stores.open import open_manifest
@@ -150,3 +153,20 @@ def test_rotary_frequencies_of_old_files_travel_with_their_layer(tmp_path: Path)
     pack(tmp_path / "source", tmp_path / "out")
     run("export", tmp_path / "out", "--to", "hf", "--out", tmp_path / "exported")
     assert files_in(tmp_path / "exported") == files_in(tmp_path / "source")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_folder_that_torchs_writer_of_hugging_face_folders_wrote_comes_back(tmp_path: Path) -> None:
+    """It notes an offset of each tensor, also where one rank saves them whole."""
+    write_model(tmp_path / "model")
+    state = load_file(tmp_path / "model" / "model.safetensors")
+    files = {name: 1 + number % 2 for number, name in enumerate(state)}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "saved"), fqn_to_index_mapping=files)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    with safe_open(tmp_path / "saved" / "model-00001-of-00002.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["DCP_SHARDING_INFO"])[EMBEDDING] == {"saved_offsets": [0, 0]}
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "saved")
+    pack(tmp_path / "saved", tmp_path / "packed")
+    run("check", tmp_path / "packed", "--against", tmp_path / "model", "--bytes")
+    run("export", tmp_path / "packed", "--to", "hf", "--out", tmp_path / "exported")
+    assert files_in(tmp_path / "exported") == files_in(tmp_path / "saved")
