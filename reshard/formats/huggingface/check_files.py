@@ -18,7 +18,7 @@ from reshard.formats.huggingface.weight_map import (
     TORCH_SUFFIX,
     is_torch_shard,
     read_shard_index,
-    refuse_ranks_of_vllm,
+    refuse_ranks,
 )
 from reshard.formatting import count_of, find_missing, some
 from reshard.tensors.comparison import Contents, Findings, compare
@@ -78,7 +78,7 @@ def _format_of(files: Iterable[str]) -> _Format:
 def read_files(folder: Folder, findings: Findings) -> Weights:
     """Read the index and the table of tensors of every shard; report what disagrees."""
     try:
-        refuse_ranks_of_vllm(folder)
+        refuse_ranks(folder)
     except UserError as error:
         findings.add_error(error)
         return Weights(is_whole=False)

@@ -26,7 +26,7 @@ from reshard.formats.huggingface.weight_map import (
     TORCH_SUFFIX,
     is_torch_shard,
     read_shard_index,
-    refuse_ranks_of_vllm,
+    refuse_ranks,
     refuse_slices,
 )
 from reshard.formats.table import ListedTensor, Listing, OpenOptions
@@ -61,7 +61,7 @@ class _Shards:
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     """Read the headers of a Hugging Face folder and check that they cover the model exactly."""
     files, description = folder.names(), options.description
-    refuse_ranks_of_vllm(folder)
+    refuse_ranks(folder)
     if CONFIG_NAME not in files:
         raise no_config(folder, files)
     small = [name for name in (CONFIG_NAME, INDEX_NAME, TORCH_INDEX_NAME) if name in files]

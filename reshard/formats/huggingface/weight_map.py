@@ -17,8 +17,12 @@ SINGLE_NAME = "model.safetensors"  # the one file that transformers reads withou
 TORCH_NAME, TORCH_INDEX_NAME, TORCH_SUFFIX = "pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"
 _SHARD = re.compile(r"pytorch_model(?:-\d+-of-\d+)?\.bin")
 
-_CONSOLIDATE = "merge them: torch.distributed.checkpoint.HuggingFaceStorageWriter(..., enable_consolidation=True)"
+_MERGE = (
+    "merge the files of all ranks: transformers.distributed.consolidate_distributed_checkpoint(DIR, OUT); "
+    "then copy config.json to OUT"
+)
 _RANK_OF_VLLM = re.compile(r"model-(?:pp-\d+-tp|rank)-\d+-part-\d+\.safetensors")
+_RANK_OF_TORCH = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,13 +51,16 @@ def read_shard_index(raw: bytes, where: str) -> ShardIndex:
     return ShardIndex(weight_map=weight_map, metadata=document.get("metadata"))
 
 
-def refuse_ranks_of_vllm(folder: Folder) -> None:
-    """Raise if the weights are in vLLM's `sharded_state`: fused, sliced by rank, and padded."""
+def refuse_ranks(folder: Folder) -> None:
+    """Raise if each rank wrote its own weights: vLLM's `sharded_state`, fused and padded, or slices of tensors."""
     shards = [name for name in folder.names() if name.endswith(SUFFIX) and "/" not in name]
     if shards and all(map(_RANK_OF_VLLM.fullmatch, shards)):
         problem = "is of vLLM's sharded_state, which is not supported: expected the weights of the model"
         hint = "name the Hugging Face model that vLLM loaded; vLLM reads a packed folder as it is"
         raise SourceError(str(folder.file(shards[0])), problem, hint, code="source.vllm-sharded-state")
+    if shards and all(map(_RANK_OF_TORCH.fullmatch, shards)):
+        problem = "has slices of tensors, as one rank wrote them: expected the weights of the model"
+        raise SourceError(str(folder.file(shards[0])), problem, _MERGE, code="source.layer-slices")
 
 
 def refuse_slices(file: InputFile, header: Header) -> None:
@@ -70,7 +77,7 @@ def refuse_slices(file: InputFile, header: Header) -> None:
         part = table.get(entry.name, whole)
         if not isinstance(part, dict) or whole | part != whole:
             problem = f"is a slice {list(entry.shape)} of a tensor, as __metadata__ says: {str(part)[:80]}"
-            raise SourceError(f"{file}: {entry.name!r}", problem, _CONSOLIDATE, code="source.layer-slices")
+            raise SourceError(f"{file}: {entry.name!r}", problem, _MERGE, code="source.layer-slices")
 
 
 def is_torch_shard(name: str) -> bool:

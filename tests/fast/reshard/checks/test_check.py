@@ -230,6 +230,13 @@ FAULTS: dict[str, tuple[Change, str, str, str]] = {
                         for i, path in enumerate(sorted(folder.glob("model-*")))],
         "", "source.vllm-sharded-state", "model-rank-0-part-0.safetensors",
     ),
+    "files of torch's ranks": (
+        lambda folder: [folder.joinpath(INDEX).unlink(), *(
+            path.rename(folder / f"shard-{i:05d}-model-00001-of-00001.safetensors")
+            for i, path in enumerate(sorted(folder.glob("model-*")), start=1)
+        )],
+        "", "source.layer-slices", "shard-00001-model-00001-of-00001.safetensors",
+    ),
     "no weights": (lambda folder: [path.unlink() for path in folder.glob("model*")], "", "check.no-weights", ""),
     "an index without metadata": (edit_index(lambda index: index.pop("metadata")), "", "check.index-metadata", INDEX),
     "an index cut short": (truncate(INDEX), "", "source.not-json", INDEX),

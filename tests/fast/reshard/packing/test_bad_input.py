@@ -74,6 +74,7 @@ def sliced_by_torch(table: dict[str, Any]) -> None:
 
 
 RANK = "model-rank-0-part-0.safetensors"
+RANK_OF_TORCH = "shard-00001-model-00001-of-00001.safetensors"
 CASES = (
     Bad(name="no config", spoil=lambda source: (source / "config.json").unlink(),
         found=("source.no-config", "/config.json")),
@@ -95,6 +96,8 @@ CASES = (
         found=("source.no-index", "")),
     Bad(name="files of vLLM's ranks", spoil=lambda source: (source / SINGLE).rename(source / RANK),
         found=("source.vllm-sharded-state", f"/{RANK}")),
+    Bad(name="files of torch's ranks", spoil=lambda source: (source / SINGLE).rename(source / RANK_OF_TORCH),
+        found=("source.layer-slices", f"/{RANK_OF_TORCH}")),
     Bad(name="files of vLLM's ranks beside the model's index", num_shards=2,
         spoil=lambda source: [(source / name).rename(source / f"model-pp-0-tp-{i}-part-0.safetensors")
                               for i, name in enumerate(SHARDS)],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import consolidate_distributed_checkpoint
 
 from stores.open import open_manifest
 from tests.builders import (
@@ -27,6 +28,7 @@ from tests.builders import (
     pack,
     random_tensors,
     read_safetensors,
+    refusal,
     reshard,
     run,
     without_digest,
@@ -170,3 +172,20 @@ def test_folder_that_torchs_writer_of_hugging_face_folders_wrote_comes_back(tmp_
     run("check", tmp_path / "packed", "--against", tmp_path / "model", "--bytes")
     run("export", tmp_path / "packed", "--to", "hf", "--out", tmp_path / "exported")
     assert files_in(tmp_path / "exported") == files_in(tmp_path / "saved")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_files_of_ranks_that_torchs_writer_wrote_are_refused_until_transformers_merges_them(tmp_path: Path) -> None:
+    """Those of `save_pretrained(..., distributed_checkpoint=True)`."""
+    write_model(tmp_path / "model")
+    state = load_file(tmp_path / "model" / "model.safetensors")
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "ranks"), save_distributed=True)
+    dcp.save(dict(state), storage_writer=writer, no_dist=True)
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "ranks")
+    (file,) = (tmp_path / "ranks").glob("*.safetensors")
+    refused = refusal("pack", tmp_path / "ranks", "--layout", "pp=2", "--out", tmp_path / "packed")
+    assert refused.found == (3, "source.layer-slices", str(file))
+    consolidate_distributed_checkpoint(tmp_path / "ranks", tmp_path / "merged")
+    shutil.copy(tmp_path / "model" / "config.json", tmp_path / "merged")
+    pack(tmp_path / "merged", tmp_path / "packed")
+    run("check", tmp_path / "packed", "--against", tmp_path / "model", "--bytes")
