@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from reshard.formats.assemble import bad_optimizer
 from reshard.tensors.slices import Slices, indices_of, rows_of
 
 _STACKED = re.compile(r"^(.+\.experts)\.(gate_up_proj|down_proj)$")  # (experts, 2 F, D) and (experts, D, F)
@@ -42,7 +43,10 @@ def _in_files(name: str, slices: Slices, is_in_files: Callable[[str], bool]) -> 
         for matrices in _MATRICES:
             leaves = matrices[stack[2]]
             if is_in_files(f"{stack[1]}.0.{leaves[0]}.weight"):
-                rows = slices[0].whole_shape[1] // len(leaves)
+                rows, rest = divmod(slices[0].whole_shape[1], len(leaves))
+                if rest:  # state that is reduced over both matrices, such as the `col_var` of Adafactor
+                    problem = f"expected rows of {' and '.join(leaves)}, found {list(slices[0].whole_shape)} for both"
+                    raise bad_optimizer(slices[0].place, problem)
                 for expert, of_expert in enumerate(indices_of(slices)):
                     for number, leaf in enumerate(leaves):
                         yield f"{stack[1]}.{expert}.{leaf}.weight", rows_of(of_expert, [(number * rows, rows)])

@@ -379,3 +379,16 @@ def test_state_of_another_optimizer_is_refused(fault: str, tmp_path: Path) -> No
     source = REFUSED[fault](tmp_path / "step-2")
     found = refusal("pack", source, "--layout", "pp=2", "--out", tmp_path / "out").found
     assert found[:2] == (3, "source.bad-optimizer-state")
+
+
+def test_state_that_two_matrices_of_stacked_experts_share_is_refused(tmp_path: Path) -> None:
+    """Adafactor's `col_var` of (experts, 2 F, D) is (experts, 1, D), a mean over the rows of both."""
+    model: Model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])  # type: ignore[no-untyped-call]
+    optimizer = torch.optim.Adafactor(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    source = save(tmp_path / "step-1", "qwen3_moe", nested(model, optimizer))
+    args = ("pack", source, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert refusal(*args).found[:2] == (3, "source.bad-optimizer-state")
+    run(*args, "--drop", "optimizer")
