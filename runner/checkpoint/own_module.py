@@ -40,9 +40,9 @@ from runner.load.own_module import (
     named_tensors,
     on_meta,
     open_stages,
-    piece_of,
+    pieces_of,
 )
-from runner.tensors.dtensor import local_of, whole_of
+from runner.tensors.dtensor import in_one_region, local_of, whole_of
 from runner.tensors.local_shard import Piece
 from stores.address import check_local
 from stores.folders.publish import exchange
@@ -115,8 +115,9 @@ def save_stages(
                 check_count(Parameter(name), count, least=0)
             packed, stages = open_stages(manifest, rank)
             states = [_states_of(module, optimizer, step) for module in models]
-        if adapter is not None:  # it converts whole tensors, which all ranks of a mesh gather
-            states = [{holds: _gather_whole(tensors) for holds, tensors in state.items()} for state in states]
+        # All ranks of a mesh exchange parts: an adapter converts whole tensors, and a shard has one region of each.
+        gather = in_one_region if adapter is None else whole_of
+        states = [{holds: _gather(tensors, gather) for holds, tensors in state.items()} for state in states]
         with raise_on_all_ranks("save", group):
             to_hf = _namer(name_of, adapter)
             kinds = (WEIGHTS,) if optimizer is None else (WEIGHTS, *MOMENTS)
@@ -178,8 +179,8 @@ def _states_of(module: nn.Module, optimizer: torch.optim.AdamW | None, step: int
     return {WEIGHTS: weights, **{moment: {name: states[name][moment] for name in states} for moment in MOMENTS}}
 
 
-def _gather_whole(tensors: _Tensors) -> _Tensors:
-    return {name: whole_of(tensor) for name, tensor in tensors.items()}
+def _gather(tensors: _Tensors, gather: Callable[[torch.Tensor], torch.Tensor]) -> _Tensors:
+    return {name: gather(tensor) for name, tensor in tensors.items()}
 
 
 def _namer(name_of: Callable[[str], str] | None, adapter: StateDictAdapter | None) -> _ToHF:
@@ -220,7 +221,8 @@ def _pieces_of(packed: Packed, stages: Sequence[int], tensors: _Tensors) -> _Pie
     for stage in stages:
         modules = frozenset(packed.manifest.stages[stage].modules)
         of_stage = {fqn: tensor for fqn, tensor in tensors.items() if module_of(fqn, modules) is not None}
-        pieces[stage] = tuple(piece_of(fqn, tensor) for fqn, tensor in of_stage.items() if local_of(tensor).numel())
+        here = ((fqn, tensor) for fqn, tensor in of_stage.items() if local_of(tensor).numel())
+        pieces[stage] = tuple(piece for fqn, tensor in here for piece in pieces_of(fqn, tensor))
     return pieces
 
 

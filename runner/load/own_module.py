@@ -16,7 +16,7 @@ from manifests.errors import InputError, ModelError, UsageError
 from manifests.models import module_of
 from runner.bundle.packed import Packed, open_packed
 from runner.load.load import LoadReport, load_tensors, some_of
-from runner.tensors.dtensor import local_of, local_offset
+from runner.tensors.dtensor import local_of, local_regions, packed_dim
 from runner.tensors.local_shard import Piece, empty_like, persistent_buffers, whole_pieces
 from stores.address import is_url
 
@@ -138,7 +138,9 @@ def _load_named(
         tensors[name] = tensor
     fqns = {name: name if name_of is None else name_of(name) for name in tensors}
     check_names(packed, stages, fqns)
-    pieces = [piece_of(fqns[name], tensor) for name, tensor in tensors.items() if local_of(tensor).numel()]
+    pieces = [
+        piece for name, tensor in tensors.items() if local_of(tensor).numel() for piece in pieces_of(fqns[name], tensor)
+    ]
     return load_tensors(_once(pieces, packed), packed.bundles, packed.shape, num_ranks=_num_local_ranks())
 
 
@@ -178,11 +180,18 @@ def _like(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """Return `whole`, as a DTensor with this process's part of it if `tensor` is one."""
     if not isinstance(tensor, DTensor):
         return whole
-    local = local_of(tensor)
-    for dim, begin in enumerate(local_offset(tensor)):
-        whole = whole.narrow(dim, begin, local.shape[dim])
+    parts = [
+        whole[tuple(slice(begin, begin + size) for begin, size in zip(offset, memory.shape, strict=True))]
+        for memory, offset in local_regions(tensor)
+    ]
+    packed = packed_dim(tensor)
+    local = parts[0] if packed is None else torch.cat(parts, packed[0])
     return DTensor.from_local(
-        whole.to(local.device), tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+        local.to(local_of(tensor).device),
+        tensor.device_mesh,
+        tensor.placements,
+        shape=tensor.shape,
+        stride=tensor.stride(),
     )
 
 
@@ -211,9 +220,10 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from persistent_buffers(model)
 
 
-def piece_of(fqn: str, tensor: torch.Tensor) -> Piece:
-    memory = local_of(tensor).detach()
-    return Piece(fqn=fqn, shape=tuple(tensor.shape), offset=local_offset(tensor), memory=memory)
+def pieces_of(fqn: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    """Yield this process's part of a tensor: of matrices packed into one and each sharded, a piece of each."""
+    for memory, offset in local_regions(tensor):
+        yield Piece(fqn=fqn, shape=tuple(tensor.shape), offset=offset, memory=memory.detach())
 
 
 def _once(pieces: Sequence[Piece], packed: Packed) -> list[Piece]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -33,7 +33,7 @@ def local_regions(tensor: torch.Tensor) -> tuple[tuple[torch.Tensor, tuple[int, 
     others = [Replicate() if index == at else place for index, place in enumerate(tensor.placements)]
     offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, others)[1]
     rows = tensor.shape[dim] // count  # of each matrix
-    first = rows // tensor.device_mesh.size(at) * tensor.device_mesh.get_local_rank(at)
+    first = -(-rows // tensor.device_mesh.size(at)) * tensor.device_mesh.get_local_rank(at)  # as `chunk` splits them
     return tuple(
         (part, (*offset[:dim], index * rows + first, *offset[dim + 1 :]))
         for index, part in enumerate(local_of(tensor).chunk(count, dim))
@@ -48,6 +48,16 @@ def packed_dim(tensor: torch.Tensor) -> tuple[int, int] | None:
     """
     where = tensor.placements[-1] if isinstance(tensor, DTensor) else None
     return (where.dim % tensor.dim(), int(where.split_factor)) if isinstance(where, _StridedShard) else None
+
+
+def in_one_region(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of which each rank has one region: the ranks of its mesh exchange rows of packed matrices.
+
+    All of them call this. Other tensors are returned as they are.
+    """
+    if not isinstance(tensor, DTensor) or (packed := packed_dim(tensor)) is None:
+        return tensor
+    return tensor.redistribute(placements=[*tensor.placements[:-1], Shard(packed[0])])
 
 
 def mesh_dims(tensor: torch.Tensor) -> tuple[str, ...]:
