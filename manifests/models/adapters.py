@@ -5,6 +5,7 @@ Of `adapter_config.json` in a PEFT folder, what is not supported is refused by n
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -13,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from manifests.digest import digest_pieces
+from manifests.digest import digest_hex, digest_pieces
 from manifests.errors import SourceError
-from manifests.jsontext import parse_config
+from manifests.jsontext import parse_config, parse_json_object
 from manifests.models.shape import ModelShape, is_expert
 from manifests.models.training import Training
 from manifests.schema import Manifest
@@ -26,8 +27,10 @@ PEFT_PREFIX = "base_model.model."  # of names in a PEFT folder
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 RECORD_NAME = "adapter.json"  # of a checkpoint that has adapters alone, and refers to their base
 BASE_DIGEST = "base_digest"  # of the metadata of our own PEFT folders, see `digest_of_base`
+BASE_TENSORS = "base_tensors"  # likewise, see `BaseTensor`
 Target = str | tuple[str, ...]  # a regular expression, or the ends of names
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
+_BASE_TENSOR = re.compile(r"[A-Z0-9_]+ [0-9a-f]{64}( [0-9]{1,18})+")
 _ROUTERS = (".gate.weight", ".router.weight")
 
 
@@ -107,6 +110,38 @@ def digest_of_base(digests: Iterable[tuple[str, str | None]]) -> str | None:
     if not items or any(digest is None for _, digest in items):
         return None
     return digest_pieces(f"{fqn} {digest}\n".encode() for fqn, digest in items)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BaseTensor:
+    """An adapted tensor as training read it, in ranges of rows.
+
+    `digest` is of the hex digests of the ranges: see `digest_of_ranges`. Units: `sizes` of the ranges in bytes.
+    """
+
+    dtype: str
+    digest: str
+    sizes: tuple[int, ...]
+
+
+def digest_of_ranges(digests: Iterable[str]) -> str:
+    return digest_hex(map(str.encode, digests))
+
+
+def encode_base(tensors: Mapping[str, BaseTensor]) -> str:
+    """Return the text that the metadata of a PEFT folder has of the tensors that it adapts."""
+    shown = {fqn: " ".join((tensor.dtype, tensor.digest, *map(str, tensor.sizes))) for fqn, tensor in tensors.items()}
+    return json.dumps(shown, separators=(",", ":"))
+
+
+def parse_base(text: str, where: str) -> dict[str, BaseTensor]:
+    tensors = {}
+    for fqn, value in parse_json_object(text.encode(), where).items():
+        if not isinstance(value, str) or not _BASE_TENSOR.fullmatch(value):
+            raise _invalid(f"{where}: {fqn}", "a dtype, a digest and sizes", value)
+        dtype, digest, *sizes = value.split(" ")
+        tensors[fqn] = BaseTensor(dtype=dtype, digest=digest, sizes=tuple(map(int, sizes)))
+    return tensors
 
 
 _KINDS = {"use_dora": "DoRA", "use_qalora": "QA-LoRA", "lora_bias": "biases of adapters", "arrow_config": "Arrow",

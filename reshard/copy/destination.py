@@ -22,7 +22,7 @@ from reshard.copy.journal import JOURNAL_NAME, Journal, is_working_name, plan_ke
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.checksums import stored_file
-from reshard.tensors.lazy import WOULD_OVERFLOW, DerivedFile, read_together
+from reshard.tensors.lazy import OTHER_ADAPTER, WOULD_OVERFLOW, DerivedFile, read_together
 from stores.address import is_inside, is_url, place_of
 from stores.base import HUB_MISMATCH, SOURCE_CHANGED, Blocks, InputFile
 from stores.folders.owned import FindOwned, files_of_manifest
@@ -143,7 +143,7 @@ def _all_of(files: Iterable[InputFile]) -> Iterator[InputFile]:
 
 
 # Errors after which a plan cannot be resumed: its output may be of two models, or useless.
-_FATAL = (HUB_MISMATCH, SOURCE_CHANGED, WOULD_OVERFLOW)
+_FATAL = (HUB_MISMATCH, OTHER_ADAPTER, SOURCE_CHANGED, WOULD_OVERFLOW)
 
 _RESUME = "run the same command again to resume"
 

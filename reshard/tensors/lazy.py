@@ -23,6 +23,7 @@ from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import at_once
 
 WOULD_OVERFLOW = "source.would-overflow"  # code of errors about values that a cast would make infinite
+OTHER_ADAPTER = "source.other-adapter"  # of errors about an adapter of other weights than are read
 STEP_NBYTES = 1 << 20  # stays in the processor's cache between read, hash, transform and write
 
 Buffer = bytes | bytearray | memoryview

@@ -11,23 +11,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
+from manifests.digest import Hasher
 from manifests.errors import Parameter, SourceError, UsageError
 from manifests.models.adapters import (
     BASE_DIGEST,
+    BASE_TENSORS,
     LORA_A,
     LORA_B,
     PEFT_CONFIG,
     PEFT_PREFIX,
     PEFT_WEIGHTS,
+    BaseTensor,
     PeftConfig,
     digest_of_base,
+    digest_of_ranges,
+    parse_base,
     parse_peft_config,
 )
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.tensors.lazy import derive, have_equal_bytes
+from reshard.tensors.lazy import (
+    OTHER_ADAPTER,
+    STEP_NBYTES,
+    BlockReader,
+    Buffer,
+    derive,
+    have_equal_bytes,
+    read_blocks,
+    stored_origins,
+)
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.quantize import SECTION, find_plain, quantize_weight, scale_of
 from reshard.transforms.terms import Term
@@ -57,6 +72,7 @@ class Adapter:
     saved: Mapping[str, TensorAt]  # of modules that are replaced as a whole
     bases: Mapping[str, TensorAt]  # of adapted modules, such as the head, which peft saves beside its adapter
     base_digest: str | None  # of the base that our own training used
+    base_tensors: Mapping[str, BaseTensor]  # likewise
 
 
 def open_adapter(location: str) -> Adapter:
@@ -95,6 +111,7 @@ def open_adapter(location: str) -> Adapter:
         saved=saved,
         bases=bases,
         base_digest=header.metadata.get(BASE_DIGEST),
+        base_tensors=parse_base(header.metadata.get(BASE_TENSORS, "{}"), f"{file}: {BASE_TENSORS}"),
     )
 
 
@@ -109,6 +126,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
     find = cache(partial(find_plain, stored=checkpoint.tensors, section=section))
     terms: dict[str, list[Term]] = {}
     replaced: dict[str, TensorAt] = {}
+    bases: dict[str, TensorAt] = {}
     for location, weight in adapters:
         if not math.isfinite(weight):
             raise UsageError(Parameter("weights"), f"expected numbers, found {weight}", code="options.invalid-value")
@@ -125,7 +143,9 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         for fqn, copy in adapter.bases.items():
             if not _is_copy(copy, find(fqn)):
                 raise _other(adapter, f"has the {fqn} that it was trained with, and the model has another one")
-        _check_base(adapter, (base for fqn in touched if (base := find(fqn)) is not None))
+        adapted = {fqn: base for fqn in touched if (base := find(fqn)) is not None}
+        _check_base(adapter, adapted.values())
+        bases |= {fqn: _compared(adapter, bases.get(fqn, base)) for fqn, base in adapted.items()}
         _check_ties(adapter, touched | adapter.saved.keys(), checkpoint)
     tensors = dict(checkpoint.tensors)
     for fqn, several in terms.items():
@@ -133,9 +153,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
             problem = f"{fqn} has an adapter and is replaced as a whole"
             raise UsageError(adapters[0][0], problem, "merge one adapter after the other", code="options.conflict")
         stored = tensors[fqn if fqn in tensors else f"{fqn}_blocks"]
-        base, scale = find(fqn), scale_of(stored, tensors)
-        assert base is not None
-        merged = _merged(base, several)
+        scale, merged = scale_of(stored, tensors), _merged(bases[fqn], several)
         pair = (merged,) if scale is None else quantize_weight(merged, stored, scale, section)
         tensors.update({tensor.name: tensor for tensor in pair})
     return replace(checkpoint, tensors={**tensors, **replaced}, originals=None)
@@ -231,6 +249,42 @@ def _check_base(adapter: Adapter, adapted: Iterable[TensorAt]) -> None:
         raise _other(adapter, "was trained on other weights: the digests of the tensors that it adapts differ")
 
 
+def _compared(adapter: Adapter, base: TensorAt) -> TensorAt:
+    """Return a tensor that is compared, when it is read, with the one that an adapter was trained on.
+
+    A base in another dtype, or quantized, has other bytes in any case, and is not compared.
+    """
+    expected = adapter.base_tensors.get(base.name)
+    if expected is None or {origin.dtype for origin in stored_origins(base)} != {expected.dtype}:
+        return base
+    digest = digest_of_ranges((base.digest,)) if base.digest is not None and len(expected.sizes) == 1 else None
+    if sum(expected.sizes) != base.nbytes or digest not in (None, expected.digest):
+        raise _other_base(adapter, base)
+    if digest is not None:
+        return base
+    how = f"compared with the base of {adapter.location}"
+    return derive(base, base.dtype, how, (base,), partial(_compared_blocks, adapter, base, expected))
+
+
+def _compared_blocks(adapter: Adapter, base: TensorAt, expected: BaseTensor) -> Iterator[Buffer]:
+    digests = list[str]()
+    with closing(BlockReader(base.nbytes, partial(read_blocks, base))) as reader:
+        for nbytes in expected.sizes:
+            hasher, buffer = Hasher(), memoryview(bytearray(min(STEP_NBYTES, nbytes)))
+            for begin in range(0, nbytes, STEP_NBYTES):
+                block = buffer[: nbytes - begin]
+                reader.read_into(block)
+                hasher.update(block)
+                yield block
+            digests.append(hasher.hexdigest())
+    if digest_of_ranges(digests) != expected.digest:
+        raise _other_base(adapter, base)
+
+
+def _other_base(adapter: Adapter, base: TensorAt) -> SourceError:
+    return _other(adapter, f"was trained on other weights: {base.name} differs")
+
+
 def _check_ties(adapter: Adapter, changed: Collection[str], checkpoint: Checkpoint) -> None:
     """Refuse to change all of a tied weight that is stored once: peft changes the one use of it that is adapted."""
     for group in checkpoint.shape.ties:
@@ -251,4 +305,4 @@ def _merged(base: TensorAt, terms: Sequence[Term]) -> TensorAt:
 
 def _other(adapter: Adapter, problem: str) -> SourceError:
     hint = f"merge it into the model that it was trained on; if that is this one, {_BY_PEFT}"
-    return SourceError(adapter.location, problem, hint, code="source.other-adapter")
+    return SourceError(adapter.location, problem, hint, code=OTHER_ADAPTER)

@@ -11,19 +11,29 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manifests.errors import CheckpointError
 from manifests.jsontext import parse_json_object
-from manifests.models.adapters import PEFT_CONFIG, PEFT_WEIGHTS, RECORD_NAME, digest_of_base, has_adapters
+from manifests.models.adapters import (
+    PEFT_CONFIG,
+    PEFT_WEIGHTS,
+    RECORD_NAME,
+    BaseTensor,
+    digest_of_base,
+    digest_of_ranges,
+    encode_base,
+    has_adapters,
+)
 from manifests.schema import WEIGHTS, TrainingState
 from manifests.store import file_digest, read_small_file
 from runner.bundle.packed import Packed
 from runner.config.flags import TrainOptions
 from runner.config.lora import LoraOptions
+from stores.bundles import TensorAt, join_slices
 
 _VERSION = 1
 logger = logging.getLogger("runner")
@@ -37,6 +47,7 @@ class AdapterRecord:
     location: str  # of the base's manifest
     digest: str  # of that manifest
     base_digest: str | None  # see `digest_of_base`
+    base_tensors: str | None = None  # for PEFT folders, see `encode_base`
 
     def encode(self) -> bytes:
         base = {"location": self.location, "digest": self.digest, "tensors": self.base_digest}
@@ -55,13 +66,18 @@ def base_of(launched: Packed, origin: Packed) -> Packed:
 
 def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> AdapterRecord:
     """Return what the checkpoints of a run say; this reads the headers of the whole base."""
-    adapted, digests = frozenset(adapted), dict[str, str | None]()
+    adapted, slices = frozenset(adapted), dict[str, tuple[TensorAt, ...]]()
     for stage in base.manifest.stages:
-        for tensor in base.bundles.tensors_on(stage, WEIGHTS):
-            if tensor.name in adapted:
-                digests[tensor.name] = None if tensor.part is not None else tensor.digest
-    base_digest = digest_of_base(digests.items()) if digests.keys() == adapted else None
-    return AdapterRecord(lora=lora, location=base.location, digest=base.read.digest, base_digest=base_digest)
+        slices |= join_slices(tensor for tensor in base.bundles.tensors_on(stage, WEIGHTS) if tensor.name in adapted)
+    digests = ((fqn, parts[0].digest if parts[0].part is None else None) for fqn, parts in slices.items())
+    tensors = {fqn: tensor for fqn, parts in slices.items() if (tensor := _tensor_of(parts)) is not None}
+    return AdapterRecord(
+        lora=lora,
+        location=base.location,
+        digest=base.read.digest,
+        base_digest=digest_of_base(digests) if slices.keys() == adapted else None,
+        base_tensors=encode_base(tensors) if tensors else None,
+    )
 
 
 def check_adapters(origin: Packed, options: TrainOptions, training: TrainingState | None) -> None:
@@ -115,6 +131,15 @@ def files_of_peft(out: Path) -> Collection[str] | None:
     """Return the files of a PEFT folder, which --force may replace."""
     names = {PEFT_CONFIG, PEFT_WEIGHTS}
     return names if all((out / name).is_file() for name in names) else None
+
+
+def _tensor_of(slices: Sequence[TensorAt]) -> BaseTensor | None:
+    """Return a tensor in slices of whole rows that have digests; None for others."""
+    digests = [part.digest for part in slices if part.digest and part.shape[1:] == part.whole_shape[1:]]
+    if len(digests) < len(slices):
+        return None
+    sizes = tuple(part.nbytes for part in slices)
+    return BaseTensor(dtype=slices[0].dtype, digest=digest_of_ranges(digests), sizes=sizes)
 
 
 def _decode(origin: Packed) -> Mapping[str, Any]:

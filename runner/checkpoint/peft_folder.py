@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from manifests.digest import digest_pieces
 from manifests.errors import SourceError
-from manifests.models.adapters import BASE_DIGEST, LORA_A, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from manifests.models.adapters import BASE_DIGEST, BASE_TENSORS, LORA_A, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
 from manifests.safetensors import encode_header, layout_tensors
 from manifests.schema import WEIGHTS
 from manifests.store import write_file
@@ -89,7 +89,7 @@ def save_peft(
         names = {PEFT_CONFIG, PEFT_WEIGHTS}
         target = publishing(out, force=swap is not None, find_owned=files_of_peft, wanted=names, swap=swap or exchange)
         with target as folder:
-            write_file(folder / PEFT_WEIGHTS, _shard(dict(sorted(tensors.items())), record.base_digest))
+            write_file(folder / PEFT_WEIGHTS, _shard(dict(sorted(tensors.items())), record))
             write_file(folder / PEFT_CONFIG, _config(adapters, record))
             check()
 
@@ -152,9 +152,10 @@ def _config(adapters: Adapters, record: AdapterRecord) -> bytes:
     return (json.dumps(config, indent=2) + "\n").encode()
 
 
-def _shard(tensors: Mapping[str, torch.Tensor], base_digest: str | None) -> bytes:
+def _shard(tensors: Mapping[str, torch.Tensor], record: AdapterRecord) -> bytes:
     entries = layout_tensors((name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items())
-    metadata = {"format": "pt", **({BASE_DIGEST: base_digest} if base_digest else {})}
+    of_base = {BASE_DIGEST: record.base_digest, BASE_TENSORS: record.base_tensors}
+    metadata = {"format": "pt", **{name: text for name, text in of_base.items() if text is not None}}
     return b"".join(
         (encode_header(entries, metadata), *(bytes(bytes_of(tensor.contiguous())) for tensor in tensors.values()))
     )

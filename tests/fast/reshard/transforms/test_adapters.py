@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from manifests.models import model_shape
 from manifests.models.adapters import digest_of_base
@@ -194,6 +195,64 @@ def test_adapter_of_other_weights_of_the_same_shape_is_refused(base: Path, tmp_p
     run("merge", packed, tmp_path / "right", "--out", tmp_path / "out")
     refused = refusal("merge", packed, tmp_path / "wrong", "--out", tmp_path / "no")
     assert refused.found[:2] == (3, "source.other-adapter")
+
+
+def trained_on(tensors: dict[str, Tensor], num_slices: int) -> dict[str, str]:
+    """Return the metadata of an adapter of `MODULES` of a model that ranks had in slices."""
+    texts = {}
+    for fqn in (f"{module}.weight" for module in MODULES):
+        data, step = tensors[fqn].data, -(-len(tensors[fqn].data) // num_slices)
+        slices = [data[begin : begin + step] for begin in range(0, len(data), step)]
+        digest = blake3("".join(blake3(part).hexdigest() for part in slices).encode()).hexdigest()
+        texts[fqn] = " ".join((tensors[fqn].dtype, digest, *(str(len(part)) for part in slices)))
+    return {"base_tensors": json.dumps(texts)}
+
+
+@pytest.mark.parametrize("num_slices", [1, 3])
+@pytest.mark.parametrize("flags", [("merge",), ("pack", "--layout", "pp=2", "--adapter")])
+def test_base_without_digests_or_in_slices_is_compared_as_it_is_read(
+    num_slices: int, flags: tuple[str, ...], base: Path, tmp_path: Path
+) -> None:
+    tensors, fqn = all_tensors(base), f"{MODULES[-1]}.weight"
+    last = replace(tensors[fqn], data=tensors[fqn].data[:-4] + np.float32(0.5).tobytes())
+    write_model(tmp_path / "other", tensors={**tensors, fqn: last}, num_shards=2)
+    adapter = write_adapter(tmp_path / "adapter", metadata=trained_on(tensors, num_slices))
+    plain = write_adapter(tmp_path / "plain")
+    verb, *others = flags
+    for right, wrong in (
+        (base, tmp_path / "other"),
+        (pack(base, tmp_path / "a"), pack(tmp_path / "other", tmp_path / "b")),
+    ):
+        for name, of_base in (("compared", adapter), ("plain", plain)):
+            run(verb, right, *others, of_base, "--out", tmp_path / f"{name}-{right.name}")
+        assert all_tensors(tmp_path / f"compared-{right.name}") == all_tensors(tmp_path / f"plain-{right.name}")
+        refused = refusal(verb, wrong, *others, adapter, "--out", tmp_path / "out")
+        assert refused.found == (3, "source.other-adapter", str(adapter))
+        assert not list(tmp_path.glob("*out*"))
+    both = ("merge", base, plain, adapter, adapter, "--out")
+    run(*both, tmp_path / "both")
+    assert refusal(*both[:1], tmp_path / "other", *both[2:], tmp_path / "out").found[:2] == (3, "source.other-adapter")
+
+
+def test_base_of_another_dtype_is_not_compared(base: Path, tmp_path: Path) -> None:
+    text = trained_on(all_tensors(base), 2)["base_tensors"]
+    metadata = {"base_tensors": text.replace("BF16", "F16").replace("F32", "F64")}
+    run("merge", base, write_adapter(tmp_path / "adapter", metadata=metadata), "--out", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("F32 00 4", "source.bad-adapter"),
+        (["F32"], "source.bad-adapter"),
+        (f"F32 {0:064}", "source.bad-adapter"),
+        (f"BF16 {0:064} 0 99999", "source.other-adapter"),
+    ],
+)
+def test_record_of_the_base_that_lies_is_refused(value: object, code: str, base: Path, tmp_path: Path) -> None:
+    metadata = {"base_tensors": json.dumps({f"{Q}.weight": value})}
+    adapter = write_adapter(tmp_path / "adapter", metadata=metadata)
+    assert refusal("merge", base, adapter, "--out", tmp_path / "out").found[:2] == (3, code)
 
 
 def test_adapter_that_was_written_anew_is_read_anew(base: Path, tmp_path: Path) -> None:

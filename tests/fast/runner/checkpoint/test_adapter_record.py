@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
 
 from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models.adapters import RECORD_NAME
 from manifests.schema import AuxiliaryFile, Parent
 from runner.bundle.packed import Packed, open_packed
-from runner.checkpoint.adapter_record import AdapterRecord, check_adapters, check_base
+from runner.checkpoint.adapter_record import AdapterRecord, check_adapters, check_base, record_of
 from runner.checkpoint.peft_folder import read_peft
 from runner.config.flags import parse_training
 from runner.config.lora import LoraOptions
@@ -22,6 +23,8 @@ from runner.models.adapters import Adapters
 from runner.models.regions import Region
 from tests.builders import pack, write_model
 from tests.fast.reshard.transforms.adapters import PREFIX, float32, write_adapter
+from tests.fast.runner.load.test_slices_loaded import in_slices, weights_of
+from tests.fast.trained import write_trained
 
 LORA = LoraOptions(rank=2, alpha=2.0, target="all-linear", experts=False, dropout=0.0, is_rank_scaled=False)
 RECORD = AdapterRecord(lora=LORA, location="/base", digest="blake3:aa", base_digest="blake3:01")
@@ -66,6 +69,19 @@ def test_weights_that_the_base_was_trained_from_are_refused_where_it_is_in_slice
         check_base(origin, replace(RECORD, location="/pp2", digest="blake3:bb"))
     assert refused.value.code == "resume.other-base"
     assert "launch /base" in refused.value.hint
+
+
+def test_record_has_the_digests_of_a_base_in_slices_of_whole_rows(tmp_path: Path) -> None:
+    whole = open_packed(write_trained(tmp_path, "pp=2"))
+    weights = weights_of(whole)
+    fqn = next(name for name in weights if "q_proj" in name)
+    for num_slices, counts in ((1, [16]), (3, [5, 5, 6])):
+        parts = [part.numpy().tobytes() for part in weights[fqn].split(counts)]
+        digest = blake3("".join(blake3(part).hexdigest() for part in parts).encode()).hexdigest()
+        text = " ".join(("F32", digest, *(str(len(part)) for part in parts)))
+        record = record_of(LORA, [fqn], in_slices(whole, weights, num_slices, 1))
+        assert json.loads(record.base_tensors or "") == {fqn: text}
+    assert record_of(LORA, [fqn], in_slices(whole, weights, 1, 2)).base_tensors is None
 
 
 def test_record_that_lacks_an_option_is_refused(packed: Packed) -> None:

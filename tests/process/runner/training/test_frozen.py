@@ -91,10 +91,13 @@ def test_adapters_of_a_trained_checkpoint_are_merged_into_its_weights_and_not_re
         assert torch.allclose(merged[f"{name}.weight"], trained[f"{name}.weight"] + b @ a, atol=1e-6)
         assert torch.equal(merged[EMBEDDING], trained[EMBEDDING])
         assert not torch.equal(merged[EMBEDDING], source[EMBEDDING])
+        for wrong in (tmp_path / "source", packed_alone):
+            refused = refusal("merge", wrong, saved, "--out", tmp_path / "no")
+            assert refused.found == (3, "source.other-adapter", str(saved))
     resumed = (*lora, "--resume", "auto", "--steps", "3", "--checkpoint", tmp_path / "checkpoints-0")
-    refused = forked_runner("launch", packed_alone, "--log-dir", tmp_path / "b", "--", *FLAGS, *resumed)
-    assert refused.returncode == 3, refused.stderr
-    assert "[resume.other-base]" in refused.stderr
+    ended = forked_runner("launch", packed_alone, "--log-dir", tmp_path / "b", "--", *FLAGS, *resumed)
+    assert ended.returncode == 3, ended.stderr
+    assert "[resume.other-base]" in ended.stderr
     assert len(train(base, tmp_path / "c", *resumed)) == 1
 
 
