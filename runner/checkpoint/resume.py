@@ -12,6 +12,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, UsageError
 from manifests.invariants import MANIFEST_NAME
 from manifests.models import ModelShape
+from manifests.models.adapters import PEFT_CONFIG
 from manifests.optimizer_state import kinds_of
 from manifests.paths import is_file
 from manifests.schema import (
@@ -259,6 +260,9 @@ def _named(source: str, history: Path | None) -> Path:
         if source in ("latest", "last", "newest", "true", "yes"):
             hint = "--resume auto takes the newest checkpoint of --checkpoint"
         hint = f"found {there}" if there else hint
+        if is_file(folder / PEFT_CONFIG):
+            start = f"--lora-from {shlex.quote(str(folder))}, without --resume, starts from its adapters"
+            hint = f"it is a PEFT folder, without optimizer state: {start}"
         raise CheckpointError(
             f"--resume {source}", f"no {MANIFEST_NAME} in {folder}", hint, code="resume.no-checkpoint"
         )

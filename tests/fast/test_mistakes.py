@@ -170,6 +170,7 @@ MISTAKES = (
     ("reshard export pp2 --to vllm --out x", "--to", "vLLM reads a packed folder as it is"),
     (f"{TRAIN} --steps 1e3", "--steps: expected a whole number", "write 1000"),
     (f"{TRAIN} --steps 1,000", "--steps: expected a whole number", "write 1000"),
+    (f"{TRAIN} --resume adapter", "--resume adapter", "--lora-from adapter"),
     (f"{TRAIN} --resume latest", "--resume latest", "--resume auto"),
     (f"{TRAIN} --save-every 5", "--save-every", "--checkpoint-every"),
     (f"{TRAIN} --lr-scheduler cosine", "--lr-scheduler", "--decay"),
