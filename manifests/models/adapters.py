@@ -28,6 +28,7 @@ PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 RECORD_NAME = "adapter.json"  # of a checkpoint that has adapters alone, and refers to their base
 BASE_DIGEST = "base_digest"  # of the metadata of our own PEFT folders, see `digest_of_base`
 BASE_TENSORS = "base_tensors"  # likewise, see `BaseTensor`
+BASE_PARENTS = "base_parents"  # likewise: digests of the manifests that the base descends from
 Target = str | tuple[str, ...]  # a regular expression, or the ends of names
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
 _BASE_TENSOR = re.compile(r"[A-Z0-9_]+ [0-9a-f]{64}( [0-9]{1,18})+")

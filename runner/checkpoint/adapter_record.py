@@ -48,6 +48,7 @@ class AdapterRecord:
     digest: str  # of that manifest
     base_digest: str | None  # see `digest_of_base`
     base_tensors: str | None = None  # for PEFT folders, see `encode_base`
+    parents: tuple[str, ...] = ()  # digests of the manifests that the base descends from
 
     def encode(self) -> bytes:
         base = {"location": self.location, "digest": self.digest, "tensors": self.base_digest}
@@ -77,6 +78,7 @@ def record_of(lora: LoraOptions, adapted: Collection[str], base: Packed) -> Adap
         digest=base.read.digest,
         base_digest=digest_of_base(digests) if slices.keys() == adapted else None,
         base_tensors=encode_base(tensors) if tensors else None,
+        parents=tuple(parent.digest for parent in base.manifest.parents),
     )
 
 
@@ -110,21 +112,27 @@ def check_launched(launched: Packed) -> None:
 def check_base(origin: Packed, record: AdapterRecord) -> None:
     """Check that a checkpoint's adapters belong to the launched base, as far as digests say."""
     stored = _decode(origin)["base"]
-    digests = stored.get("tensors"), record.base_digest
-    is_other = None not in digests and digests[0] != digests[1]
-    if digests[0] is None and digests[1] is not None:
-        # What descends from weights with digests and has none was trained: ranks wrote it in slices.
-        is_other = record.digest in {parent.digest for parent in origin.manifest.parents}
-    if is_other:
+    if is_other_base(stored.get("tensors"), [parent.digest for parent in origin.manifest.parents], record):
         raise CheckpointError(
             origin.where,
             f"has adapters of {stored.get('location')}, and the weights of {record.location} differ",
             f"launch {stored.get('location')}, or another layout of it",
             code="resume.other-base",
         )
-    if None in digests and stored.get("digest") != record.digest:
+    if None in (stored.get("tensors"), record.base_digest) and stored.get("digest") != record.digest:
         logger.warning("%s: its adapters are of %s, and no digests tell whether %s has the same weights",
                        origin.where, stored.get("location"), record.location)  # fmt: skip
+
+
+def is_other_base(base_digest: str | None, parents: Collection[str], record: AdapterRecord) -> bool:
+    """Return whether adapters are of other weights than those of a run, as far as digests say.
+
+    `parents` are digests of the manifests that the adapters descend from.
+    """
+    if base_digest is None and record.base_digest is not None:
+        # What descends from weights with digests and has none was trained: ranks wrote it in slices.
+        return record.digest in parents
+    return None not in (base_digest, record.base_digest) and base_digest != record.base_digest
 
 
 def files_of_peft(out: Path) -> Collection[str] | None:

@@ -16,12 +16,27 @@ from safetensors import SafetensorError, safe_open
 
 from manifests.digest import digest_pieces
 from manifests.errors import SourceError
-from manifests.models.adapters import BASE_DIGEST, BASE_TENSORS, LORA_A, PEFT_CONFIG, PEFT_PREFIX, PEFT_WEIGHTS
+from manifests.models.adapters import (
+    BASE_DIGEST,
+    BASE_PARENTS,
+    BASE_TENSORS,
+    LORA_A,
+    PEFT_CONFIG,
+    PEFT_PREFIX,
+    PEFT_WEIGHTS,
+)
 from manifests.safetensors import encode_header, layout_tensors
 from manifests.schema import WEIGHTS
 from manifests.store import write_file
 from runner.bundle.packed import Packed
-from runner.checkpoint.adapter_record import AdapterRecord, adapters_of, check_base, files_of_peft, record_of
+from runner.checkpoint.adapter_record import (
+    AdapterRecord,
+    adapters_of,
+    check_base,
+    files_of_peft,
+    is_other_base,
+    record_of,
+)
 from runner.checkpoint.shard_file import NAMES
 from runner.checkpoint.state import Held
 from runner.config.flags import TrainOptions
@@ -102,9 +117,10 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
     path = folder / PEFT_WEIGHTS
     try:
         with safe_open(path, "pt") as file:
-            digests = (file.metadata() or {}).get(BASE_DIGEST), record and record.base_digest
-            if None not in digests and digests[0] != digests[1]:
-                problem = "was trained on other weights: the digests of the tensors that it adapts differ"
+            metadata = file.metadata() or {}
+            parents = metadata.get(BASE_PARENTS, "").split()
+            if record is not None and is_other_base(metadata.get(BASE_DIGEST), parents, record):
+                problem = "was trained on other weights than those that are launched"
                 hint = "launch the model that it was trained on"
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             names = file.keys()
@@ -154,8 +170,9 @@ def _config(adapters: Adapters, record: AdapterRecord) -> bytes:
 
 def _shard(tensors: Mapping[str, torch.Tensor], record: AdapterRecord) -> bytes:
     entries = layout_tensors((name, NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items())
-    of_base = {BASE_DIGEST: record.base_digest, BASE_TENSORS: record.base_tensors}
-    metadata = {"format": "pt", **{name: text for name, text in of_base.items() if text is not None}}
+    parents = " ".join(record.parents)
+    of_base = {BASE_DIGEST: record.base_digest, BASE_TENSORS: record.base_tensors, BASE_PARENTS: parents}
+    metadata = {"format": "pt", **{name: text for name, text in of_base.items() if text}}
     return b"".join(
         (encode_header(entries, metadata), *(bytes(bytes_of(tensor.contiguous())) for tensor in tensors.values()))
     )

@@ -21,7 +21,7 @@ from runner.config.flags import parse_training
 from runner.config.lora import LoraOptions
 from runner.models.adapters import Adapters
 from runner.models.regions import Region
-from tests.builders import pack, write_model
+from tests.builders import Tensor, pack, write_model
 from tests.fast.reshard.transforms.adapters import PREFIX, float32, write_adapter
 from tests.fast.runner.load.test_slices_loaded import in_slices, weights_of
 from tests.fast.trained import write_trained
@@ -95,11 +95,7 @@ def test_record_that_lacks_an_option_is_refused(packed: Packed) -> None:
 
 @pytest.mark.parametrize("base_digest", ["blake3:01", None, "blake3:02"])
 def test_peft_folder_of_another_base_is_refused(base_digest: str | None, tmp_path: Path) -> None:
-    names = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
-    regions = {name: Region(fqn=name, shape=(2, 2), corner=(0, 0), sizes=(2, 2), dims=(0, 1)) for name in names}
-    adapters = Adapters(lora=LORA, linear=("q_proj",), experts={}, target=("q_proj",), is_transposed=False,
-                        base=("q_proj.weight",), tensors=regions)  # fmt: skip
-    tensors = {f"{PREFIX}{name}": float32((2, 2), 1) for name in names}
+    tensors, adapters = peft_of_one_module()
     write_adapter(tmp_path, tensors, metadata={"base_digest": "blake3:01"})
     record = replace(RECORD, base_digest=base_digest)
     if base_digest != "blake3:02":
@@ -109,3 +105,21 @@ def test_peft_folder_of_another_base_is_refused(base_digest: str | None, tmp_pat
     with pytest.raises(UserError) as refused:
         read_peft(tmp_path, adapters, (), record)
     assert refused.value.code == "source.other-adapter"
+
+
+def test_peft_folder_is_not_read_on_weights_that_its_base_was_trained_from(tmp_path: Path) -> None:
+    tensors, adapters = peft_of_one_module()
+    write_adapter(tmp_path, tensors, metadata={"base_parents": "blake3:aa blake3:bb"})
+    for record in (replace(RECORD, digest="blake3:cc"), replace(RECORD, base_digest=None), None):
+        read_peft(tmp_path, adapters, (), record)
+    with pytest.raises(UserError) as refused:
+        read_peft(tmp_path, adapters, (), RECORD)
+    assert refused.value.code == "source.other-adapter"
+
+
+def peft_of_one_module() -> tuple[dict[str, Tensor], Adapters]:
+    names = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
+    regions = {name: Region(fqn=name, shape=(2, 2), corner=(0, 0), sizes=(2, 2), dims=(0, 1)) for name in names}
+    adapters = Adapters(lora=LORA, linear=("q_proj",), experts={}, target=("q_proj",), is_transposed=False,
+                        base=("q_proj.weight",), tensors=regions)  # fmt: skip
+    return {f"{PREFIX}{name}": float32((2, 2), 1) for name in names}, adapters

@@ -99,6 +99,11 @@ def test_adapters_of_a_trained_checkpoint_are_merged_into_its_weights_and_not_re
     assert ended.returncode == 3, ended.stderr
     assert "[resume.other-base]" in ended.stderr
     assert len(train(base, tmp_path / "c", *resumed)) == 1
+    more = ("--lora-from", tmp_path / "adapter-0", "--steps", "1")
+    ended = forked_runner("launch", packed_alone, "--log-dir", tmp_path / "d", "--", *FLAGS, *more)
+    assert ended.returncode == 3, ended.stderr
+    assert "[source.other-adapter]" in ended.stderr
+    assert len(train(base, tmp_path / "e", *more, "--resume-weights-only")) == 1
 
 
 def test_frozen_weights_keep_their_bytes_and_have_no_optimizer_state(packed: Path, tmp_path: Path) -> None:
