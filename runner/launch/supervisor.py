@@ -9,7 +9,6 @@ each node keeps its ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import os
 import signal
@@ -36,6 +35,7 @@ from runner.rundir.records import (
     RunState,
     clear_state,
     read_job_record,
+    read_shared_state,
     read_state,
     write_job_record,
     write_state,
@@ -237,9 +237,7 @@ class _Supervisor:
         """Read what the ranks wrote to `state.json`, which may be visible late where they failed."""
         deadline_s = time.monotonic() + (_LATE_S if code else 0)
         while True:
-            with contextlib.suppress(OSError):
-                os.listdir(self._options.log_dir)  # NFS caches that a file was missing until its folder is opened
-            state = read_state(self._options.log_dir)
+            state = read_shared_state(self._options.log_dir)
             if state == stale:
                 state = None
             if state is not None or time.monotonic() >= deadline_s:

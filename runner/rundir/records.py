@@ -263,6 +263,13 @@ def read_state(log_dir: Path) -> RunState | None:
     return state if state.ended in get_args(Ended) else None
 
 
+def read_shared_state(log_dir: Path) -> RunState | None:
+    """Return the same where another node may have just written it."""
+    with contextlib.suppress(OSError):
+        os.listdir(log_dir)  # NFS caches that a file was missing until its folder is opened
+    return read_state(log_dir)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beat:
     """One heartbeat. `time` is in seconds since the epoch, `doing` the function being executed and its line."""

@@ -35,6 +35,7 @@ from runner.rundir.records import (
     clear_state,
     launcher_heartbeat_path,
     read_beats,
+    read_shared_state,
     read_state,
     write_state,
 )
@@ -252,7 +253,7 @@ def _is_reported(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
         return False
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
-        state = read_state(log_dir)
+        state = read_shared_state(log_dir)
         if state is not None and state.ended == "failed":
             return True
         time.sleep(0.1)

@@ -1,0 +1,59 @@
+"""Which of several nodes' agents reports the error that ended a job; each agent here is this process."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner.launch.agent import agent
+from runner.rundir.exit_report import ExitReport
+from runner.rundir.records import RunState, read_state, write_state
+
+LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node m", problem="closed", error_code="rank.lost")
+REPORTED = RunState(step=7, ended="failed", code=3, error="rank 0: bad", error_code="shard.digest-mismatch")
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The log folder of two nodes: this one looks for `state.json` before the other has written it."""
+    monkeypatch.setattr(sys, "argv", ["agent", "--nnodes", "2"])
+    sleep = time.sleep
+
+    def wait(seconds: float) -> None:
+        write_state(tmp_path, REPORTED)
+        sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    return tmp_path
+
+
+@pytest.fixture
+def cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide files that were looked for too early until their folder is opened, as NFS does."""
+    read_bytes, listdir, missing = Path.read_bytes, os.listdir, set[Path]()
+
+    def read(path: Path) -> bytes:
+        if path in missing or not path.exists():
+            missing.add(path)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return read_bytes(path)
+
+    def open_folder(folder: Path) -> list[str]:
+        missing.difference_update([path for path in missing if path.parent == folder])
+        return listdir(folder)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    monkeypatch.setattr(os, "listdir", open_folder)
+
+
+@pytest.mark.usefixtures("cached")
+def test_lost_rank_replaces_no_error_that_another_node_has_reported(
+    log: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    agent._report(LOST, log, ())
+    assert (read_state(log), capsys.readouterr().err) == (REPORTED, "")
