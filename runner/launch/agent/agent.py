@@ -205,7 +205,7 @@ def _stop(
         return _report(cause, log_dir, beats)
     if state is not None and state.ended == "done":  # the signal came after the last step
         return 0
-    if not _is_reported(log_dir):
+    if _find_failure(log_dir) is None:
         say_interrupted(number)
     if log_dir is not None and state is None:
         _note_stopped(log_dir, max((beat.step for beat in beats), default=0))
@@ -213,12 +213,14 @@ def _stop(
 
 
 def _report(cause: ExitReport, log_dir: Path | None, beats: Sequence[Beat]) -> int:
-    """Report what ended the ranks, unless another node's agent does; return the exit code."""
-    is_ours = cause.kind == "failed" and not cause.is_elsewhere
-    if is_ours or not _is_reported(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S):
-        print_error(cause.error, is_json="--json" in sys.argv)
-        if log_dir is not None:
-            _write_failure(cause, log_dir, max((beat.step for beat in beats), default=0))
+    """Report what ended the ranks, unless another node's agent does; return the exit code of that error."""
+    if cause.kind != "failed" or cause.is_elsewhere:
+        failure = _find_failure(log_dir, _PATIENCE_ELSEWHERE_S if cause.is_elsewhere else _PATIENCE_S)
+        if failure is not None:  # the pod that ends first decides whether its JobSet is restarted
+            return cause.code if cause.kind == "failed" else failure.code
+    print_error(cause.error, is_json="--json" in sys.argv)
+    if log_dir is not None:
+        _write_failure(cause, log_dir, max((beat.step for beat in beats), default=0))
     return cause.code
 
 
@@ -247,17 +249,17 @@ def _system_failure(error: OSError) -> ExitReport:
     )  # fmt: skip
 
 
-def _is_reported(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> bool:
-    """Whether the agent of another node reports the cause within this time."""
+def _find_failure(log_dir: Path | None, patience_s: float = _PATIENCE_S) -> RunState | None:
+    """Return what the agent of another node reports within this time."""
     if log_dir is None or _number("--nnodes") == 1:
-        return False
+        return None
     deadline_s = time.monotonic() + patience_s
     while time.monotonic() < deadline_s:
         state = read_shared_state(log_dir)
         if state is not None and state.ended == "failed":
-            return True
+            return state
         time.sleep(0.1)
-    return False
+    return None
 
 
 def _write_failure(cause: ExitReport, log_dir: Path, step: int) -> None:

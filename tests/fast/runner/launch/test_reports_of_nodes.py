@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,15 @@ def test_lost_rank_replaces_no_error_that_another_node_has_reported(
 ) -> None:
     agent._report(LOST, log, ())
     assert (read_state(log), capsys.readouterr().err) == (REPORTED, "")
+
+
+@pytest.mark.parametrize(
+    ("cause", "code"),
+    [(LOST, REPORTED.code), (replace(LOST, kind="failed", code=2, is_elsewhere=True), 2)],
+    ids=["lost", "elsewhere"],
+)
+def test_agent_exits_with_the_code_of_the_error_that_another_node_has_reported(
+    log: Path, cause: ExitReport, code: int
+) -> None:
+    """Kubernetes restarts a JobSet whose first pod to end exits with 5, and none where that has a code from 1 to 4."""
+    assert agent._report(cause, log, ()) == code
