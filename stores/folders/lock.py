@@ -219,7 +219,7 @@ def _is_alive(owner: _Owner, path: Path, descriptor: int, stale_s: float) -> boo
         return owner.is_alive
     first, begun_s = os.fstat(descriptor).st_mtime_ns, time.monotonic()
     while True:
-        last = os.stat(path).st_mtime_ns
+        last = _touched_ns(path)
         if last != first:
             return True
         watched_s = time.monotonic() - begun_s
@@ -228,6 +228,15 @@ def _is_alive(owner: _Owner, path: Path, descriptor: int, stale_s: float) -> boo
         if watched_s > stale_s or (age_s > stale_s and watched_s > min(3 * _BEAT_S, stale_s)):
             return False
         time.sleep(min(1.0, stale_s / 4))
+
+
+def _touched_ns(path: Path) -> int:
+    """Reopen a lock file and return when it was touched: NFS may answer `stat` from its cache for minutes."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
 
 
 def _remove_judged(path: Path, descriptor: int) -> None:

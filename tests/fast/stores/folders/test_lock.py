@@ -60,6 +60,26 @@ def test_lock_that_is_touched_is_kept_however_the_clocks_differ(age_s: float, tm
     assert (error.code, path.exists()) == ("launch.folder-in-use", True)
 
 
+def test_lock_that_is_touched_is_kept_where_a_mount_caches_times_for_minutes(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS with actimeo=600: what a file's `stat` says is as old as the last time that it was opened."""
+    path, touched_s = put_lock(tmp_path, 0)
+    open_file, stat, cached = os.open, os.stat, {path: os.stat(path)}
+
+    def reopen(file: str | Path, *arguments: int) -> int:
+        descriptor = open_file(file, *arguments)
+        if file == path:
+            cached[path] = os.fstat(descriptor)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", reopen)
+    monkeypatch.setattr(os, "stat", lambda file, **flags: cached[file] if file == path else stat(file, **flags))
+    clock.on_tick.append(lambda now_s: os.utime(path, 2 * (touched_s + now_s // 5 * 5,)))
+    error = refusal(lambda: take(path))
+    assert (error.code, os.listdir(tmp_path)) == ("launch.folder-in-use", [path.name])
+
+
 @pytest.mark.parametrize(("age_s", "watched_s"), [(1000, 16), (-1000, 61)])
 def test_lock_of_a_dead_process_is_taken_over_however_the_clocks_differ(
     age_s: float, watched_s: float, tmp_path: Path, clock: Clock
