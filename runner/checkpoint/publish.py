@@ -265,23 +265,25 @@ class Publisher(InFlight[PublishReport]):
     ) -> dict[str, _Written]:
         """Write this rank's shards of a full version, or of a delta of `base`."""
         is_cancelled, written = partial(self._is_cancelled, stop), dict[str, _Written]()
+        shards = {
+            path: changed
+            for path, fqns in self._shards.items()
+            if (changed := [fqn for fqn in fqns if base is None or new.digests[fqn] != base.digests[fqn]])
+        }
 
-        def write(root: Path) -> Generator[None, None, list[str]]:
-            for path, fqns in self._shards.items():
-                if base is None:
-                    pieces = [new.pieces[fqn] for fqn in fqns]
-                    shard = yield from write_shard(pieces, root, path, WEIGHTS, is_cancelled, new.digests)
-                    written[path] = fqns, shard.nbytes, None
-                elif changed := [fqn for fqn in fqns if new.digests[fqn] != base.digests[fqn]]:
-                    pairs = {fqn: (base.pieces[fqn].memory, new.pieces[fqn].memory) for fqn in changed}
-                    nbytes = yield from write_delta(root / path, pairs, new.digests, is_cancelled)
-                    written[path] = changed, nbytes, None
-            return []
+        def write(root: Path, path: str) -> Generator[None, None, int]:
+            if base is None:
+                pieces = [new.pieces[fqn] for fqn in shards[path]]
+                shard = yield from write_shard(pieces, root, path, WEIGHTS, is_cancelled, new.digests)
+                return shard.nbytes
+            pairs = {fqn: (base.pieces[fqn].memory, new.pieces[fqn].memory) for fqn in shards[path]}
+            return (yield from write_delta(root / path, pairs, new.digests, is_cancelled))
 
         with self._timer.working():
             if isinstance(place, str):
                 check_folder(Path(place))
-                run_beside_training(write(Path(place)), hurries)
+                for path, fqns in shards.items():
+                    written[path] = fqns, run_beside_training(write(Path(place), path), hurries), None
                 return written
             prefix = open_writable(f"{self._chain}/{folder_of(number)}").settled()
 
@@ -290,10 +292,11 @@ class Publisher(InFlight[PublishReport]):
                 check_lock(prefix, place)
 
             with TemporaryDirectory(prefix="publish-") as root:
-                run_beside_training(write(Path(root)), hurries)
-                for path, (fqns, size, _) in written.items():
-                    prefix.writer(path, size, check).write_all(Blocks(LocalFile(Path(root) / path)))
-                    written[path] = fqns, size, prefix.look_up(path).etag
+                for path, fqns in shards.items():  # one at a time: the disk may have no room for all
+                    nbytes, file = run_beside_training(write(Path(root), path), hurries), Path(root) / path
+                    prefix.writer(path, nbytes, check).write_all(Blocks(LocalFile(file)))
+                    written[path] = fqns, nbytes, prefix.look_up(path).etag
+                    file.unlink()
         return written
 
     def _commit(self, place: str | bytes, metadata: Mapping[str, str], written: Mapping[str, _Written]) -> None:

@@ -8,22 +8,34 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 import reshard
 from manifests.errors import InputError, OutputError
+from manifests.schema import WEIGHTS
 from manifests.versions import LOCK_NAME
+from runner.bundle.packed import open_packed
+from runner.checkpoint.publish import Publisher
+from runner.checkpoint.save import SaveContext
+from runner.config.flags import parse_training
+from runner.distributed.watchdog import StallTimer
 from stores.folders.lock import locking
+from stores.objects.client import ObjectWriter, ObstoreClient
 from stores.objects.output import open_output
 from tests.builders import INDEX, files_in, pack, run, tensors_in
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
 from tests.process.local_jobs import forked_runner
+from tests.process.runner.checkpoint.save_worker import held_by
 from tests.process.runner.training.test_frozen import FLAGS, train
 from tests.process.runner.training_jobs import job, run_jobs
 from tests.process.stores.objects.buckets import BUCKET, url_of
@@ -161,6 +173,39 @@ def test_chain_in_a_bucket(packed: Path, tmp_path: Path, moto: MotoServer, monke
         other.abort()
     assert moto.objects(BUCKET, "published/") == before
     assert not [key for key in before if name in key or ".reshard" in key]
+
+
+def test_rank_has_one_shard_at_a_time_on_its_disk_before_it_is_in_the_bucket(
+    packed_alone: Path, tmp_path: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("runner.checkpoint.state.MAX_SHARD_NBYTES", 4096)
+    writer, spooled = ObstoreClient.writer, dict[str, list[str]]()
+
+    def write(client: ObstoreClient, name: str, *arguments: Any) -> ObjectWriter:
+        spooled[f"{client.url}/{name}"] = [path.name for path in tmp_path.rglob("*.safetensors")]
+        return writer(client, name, *arguments)
+
+    monkeypatch.setattr(ObstoreClient, "writer", write)
+    packed, timeout = open_packed(packed_alone), timedelta(seconds=60)
+    options = parse_training(["--data", "synthetic", "--publish", url_of("sent")]).publish
+    assert options is not None
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        weights = held_by(0, packed)
+        with Publisher(options, context, packed.shape, weights, timeout, StallTimer()) as publisher:
+            for step in (1, 2):
+                for piece in weights[0][WEIGHTS]:
+                    piece.memory.fill_(step)
+                publisher.publish(weights, step)
+            assert [report.failure for report in publisher.reports(wait=True)] == [None, None]
+    finally:
+        dist.destroy_process_group()
+    assert versions(url_of("sent")) == [(1, None), (2, 1)]
+    shards = {url: names for url, names in spooled.items() if url.endswith(".safetensors")}
+    assert len(shards) > 4
+    assert {url: names for url, names in shards.items() if names != [Path(url).name]} == {}
 
 
 def test_run_waits_for_another_process_that_publishes_to_its_chain(packed_alone: Path, tmp_path: Path) -> None:
