@@ -5,6 +5,7 @@ All get the same records. None may stop training: the failure of a sink is logge
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -35,31 +36,38 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Appends one JSON object per line. A line that does not fit on the disk is left out, and later ones are tried."""
+    """Appends one JSON object per line. A line that cannot be written is left out, and later ones are tried."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.name, self._path, self._is_lossy = str(path), path, False
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
-        self._end = _end_of_lines(path)  # a crash may have left half a line
-        self._file.truncate(self._end)
+        self._open()
 
     def write(self, record: Record) -> None:
         line = json.dumps(record).encode() + b"\n"
         try:
+            if self._file.closed:
+                self._open()
             if self._file.write(line) == len(line):
                 self._end += len(line)
                 return
             problem = "No space left on device"
+            self._file.truncate(self._end)
         except OSError as error:
             problem = error.strerror or str(error)
-        self._file.truncate(self._end)
+            with contextlib.suppress(OSError):
+                self._file.close()  # the next line opens it again: a file server may have lost the handle
         if not self._is_lossy:
             logger.warning("note: %s: %s; lines that cannot be written are left out", self.name, problem)
         self._is_lossy = True
 
     def close(self, exit_code: int) -> None:
         self._file.close()
+
+    def _open(self) -> None:
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - open for the whole run
+        self._end = _end_of_lines(self._path)  # a crash, or a write that failed, may have left half a line
+        self._file.truncate(self._end)
 
 
 class TensorBoard:

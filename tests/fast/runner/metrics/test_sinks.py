@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -208,6 +209,22 @@ def test_lines_that_the_disk_has_no_room_for_are_left_out_whole_and_said_once(
     (said,) = caplog.messages
     assert said.startswith(f"note: {path}: ")
     assert said.endswith("; lines that cannot be written are left out")
+
+
+def test_line_that_a_disk_fails_to_write_is_left_out_and_later_ones_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Metrics([sink := JsonLines(path)]) as metrics:
+        metrics.evaluation(1, 0.5, 1)
+        with open(path, "ab") as file, open(os.devnull, "rb") as lost:
+            file.write(b'{"st')
+            os.dup2(lost.fileno(), sink._file.fileno())  # which can be neither written nor truncated
+        for step in (2, 3, 4):
+            metrics.evaluation(step, 0.5, 1)
+    assert [line["step"] for line in lines_of(path)] == [1, 3, 4]
+    (said,) = caplog.messages
+    assert said.startswith(f"note: {path}: {os.strerror(errno.EBADF)}; ")
 
 
 def test_line_that_a_dying_machine_left_half_is_cut_off_when_the_run_goes_on(tmp_path: Path) -> None:
