@@ -52,6 +52,7 @@ class Kubernetes:
     config: Path
     lines: dict[str, str]  # by pod: what it prints
     phases: list[str]
+    terminating: tuple[str, ...] = ()  # pods that are asked to end
     jobsets: dict[str, dict[str, Any]] = field(default_factory=dict)
     queries: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by pod: of the last look at its log
 
@@ -79,9 +80,10 @@ class Kubernetes:
         return _DISCOVERY.get(path)
 
     def _pod(self, name: str, phase: str) -> dict[str, Any]:
-        container = {"name": "runner", "image": "i"}
+        container, deleted = {"name": "runner", "image": "i"}, {"deletionTimestamp": "2026-11-22T09:00:00Z"}
+        metadata = {"name": name, "namespace": NAMESPACE, **(deleted if name in self.terminating else {})}
         return {
-            "kind": "Pod", "apiVersion": "v1", "metadata": {"name": name, "namespace": NAMESPACE},
+            "kind": "Pod", "apiVersion": "v1", "metadata": metadata,
             "spec": {"containers": [container]}, "status": {"phase": phase},
         }  # fmt: skip
 

@@ -101,7 +101,8 @@ def submit(job: Job) -> JobRecord:
 def find_state(record: JobRecord, log_dir: Path) -> JobState:
     """Return `Completed`, `Failed`, `Suspended` or `Running`, or what the log folder says of a deleted JobSet.
 
-    Pods of a deleted one that have not ended yet may still save: it is `Terminating`.
+    Pods of a deleted one that have not ended yet may still save: it is `Terminating`. One that runs has the number of
+    its pods that are: on a node that died, they stay so, and the JobSet is not restarted before they are gone.
     """
     if (shown := _find(record)) is None:
         if (ended := read_state(log_dir)) is None and _count_active(record):
@@ -113,7 +114,9 @@ def find_state(record: JobRecord, log_dir: Path) -> JobState:
     code = 0 if word == "Completed" else None
     if word == "Failed":
         code = code_of_state(read_state(log_dir)) or 5  # a JobSet has no exit codes
-    return JobState(word=word, exit_code=code)
+    num_terminating = len(_fields_of_pods(record, "metadata.deletionTimestamp")) if word == "Running" else 0
+    reason = f"pods terminating: {num_terminating}" if num_terminating else ""
+    return JobState(word=word, exit_code=code, reason=reason)
 
 
 def use_of(record: JobRecord, log_dir: Path) -> str | None:
@@ -195,9 +198,12 @@ def _count_active(record: JobRecord) -> int:
 
 def _find_phases(record: JobRecord) -> list[str]:
     """Return the phase of each pod of a job: `Pending`, `Running`, `Succeeded` or `Failed`."""
-    if _is_replaced(record):
-        return []
-    return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", "jsonpath={.items[*].status.phase}"]).split()
+    return [] if _is_replaced(record) else _fields_of_pods(record, "status.phase")
+
+
+def _fields_of_pods(record: JobRecord, field: str) -> list[str]:
+    """Return a field of the pods of a job that have it, by the job's name."""
+    return run_kubectl(["kubectl", "get", "pods", *_pods(record), "-o", f"jsonpath={{.items[*].{field}}}"]).split()
 
 
 def _print_pods(record: JobRecord, show: Print, *, follow: bool, since: str = "") -> str:

@@ -93,6 +93,18 @@ def test_job_that_failed_has_the_exit_code_of_its_ranks(cluster: Kubernetes, pac
         assert json.loads(forked_runner("status", log, "--json").stdout)["exit_code"] == code
 
 
+def test_status_of_a_job_that_waits_for_pods_of_a_node_that_died_counts_them(
+    cluster: Kubernetes, packed: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    assert launch(packed, log)[0] == 0
+    cluster.phases, cluster.terminating = ["Running"], ("tiny-node-0-3",)
+    said = forked_runner("status", log).stdout.splitlines()[0]
+    assert said == "tiny: jobset job tiny is Running (pods terminating: 1)"
+    cluster.terminating = ()
+    assert json.loads(forked_runner("status", log, "--json").stdout)["reason"] == ""
+
+
 def test_job_that_was_deleted_is_not_the_next_one_of_its_name(
     cluster: Kubernetes, packed: Path, tmp_path: Path
 ) -> None:
