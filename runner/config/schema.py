@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -389,5 +390,5 @@ class ResumeOptions:
 
     def __post_init__(self) -> None:
         if self.source is not None and is_url(self.source):
-            hint = f"copy it to a folder: reshard pack {self.source} --out DIR; then --resume DIR"
+            hint = f"copy it to a folder: reshard pack {shlex.quote(self.source)} --out DIR; then --resume DIR"
             raise UsageError(f"--resume {self.source}", "is not on this machine", hint, code="options.remote-manifest")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,10 +179,12 @@ def test_state_counts_when_it_is_resumed_and_weights_alone_when_asked(packed: Pa
 
 def test_checkpoint_in_a_store_is_resumed_as_a_copy(trained: Path, tmp_path: Path) -> None:
     copied, url = tmp_path / "copied", f"file://{trained}"
-    with pytest.raises(UsageError) as error:
-        options("--resume", url)
-    assert (error.value.code, error.value.where) == ("options.remote-manifest", f"--resume {url}")
-    assert f"reshard pack {url} --out DIR" in error.value.hint
+    for address in (url, "s3://bucket/my run/step-000004"):
+        with pytest.raises(UsageError) as error:
+            options("--resume", address)
+        assert (error.value.code, error.value.where) == ("options.remote-manifest", f"--resume {address}")
+        command = error.value.hint.partition(": ")[2].partition(";")[0]
+        assert shlex.split(command) == ["reshard", "pack", address, "--out", "DIR"]
     run("pack", url, "--out", copied)
     resume = options("--resume", copied).resume
     assert resumed_state(open_packed(copied), resume, is_launched=False) == state_of(trained)
