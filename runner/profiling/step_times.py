@@ -87,15 +87,16 @@ class SplitProcess:
     """Splits steps of one schedule in another process, which begins with the first of them and ends with this one."""
 
     def __init__(self, table: Table) -> None:
-        self._table, self._is_started = table, False
+        self._table = table
+        self._thread = threading.Thread(target=self._serve, name="step times", daemon=True)
         self._requests: SimpleQueue[tuple[Sequence[Sequence[float]], float]] = SimpleQueue()
         self._results: SimpleQueue[tuple[RankTimes, ...]] = SimpleQueue()
 
     def submit(self, rows: Sequence[Sequence[float]], window_s: float) -> None:
-        if not self._is_started:
-            self._is_started = True
-            threading.Thread(target=self._serve, name="step times", daemon=True).start()
-        self._requests.put((rows, window_s))
+        if self._thread.ident is None:
+            self._thread.start()
+        if self._thread.is_alive():  # nobody takes steps once the process has failed
+            self._requests.put((rows, window_s))
 
     def take(self) -> tuple[RankTimes, ...]:
         """Return the parts of the earliest step that is split and was not taken; empty if there is none."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -178,6 +180,18 @@ def test_large_schedule_is_split_by_another_process_as_this_one_would() -> None:
         results += filter(None, [process.take()])
         time.sleep(0.01)
     assert results == [split_step(table, rows, window_s) for window_s in (7.0, 8.0)]
+
+
+def test_steps_do_not_pile_up_for_a_process_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    process, others = SplitProcess(table_of("1F1B", 4, "loop", 6)), set(threading.enumerate())
+    process.submit([], 7.0)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+    before = process._requests.qsize()
+    for _ in range(9):
+        process.submit([], 7.0)
+    assert (process._requests.qsize(), process.take()) == (before, ())
 
 
 def test_actions_of_a_step_that_is_not_timed_are_not_recorded() -> None:
