@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
 from manifests.digest import digest_bytes
@@ -47,13 +46,12 @@ from stores.address import is_url
 from stores.base import read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.folders.lock import locking
-from stores.folders.publish import writing_to
+from stores.folders.publish import TMPDIR, temporary_folder, writing_to
 from stores.local import LocalFolder
 from stores.open import Address, open_store
 from stores.versions import check_chain
 
 _SPOOL_NAME = ".publish.spool"
-_TMPDIR = ("TMPDIR", "set TMPDIR to a folder on a larger disk")  # where the spool of a chain at an address is
 _LEAST_NBYTES = MAX_SHARD_NBYTES // 100_000  # that a tensor counts as: the header of a shard has a limit, too
 
 
@@ -211,7 +209,7 @@ class _Publisher:
         pairs = [(old.tensors[name], tensor) for name, tensor in new.tensors.items()]
         unread = [(a, b) for a, b in pairs if a.blake3 is None or b.blake3 is None or a.blake3 != b.blake3]
         counter = counting(progress, sum(2 * tensor.nbytes for _, tensor in unread))
-        writing = partial(writing_to, *(_TMPDIR if is_url(self.chain) else (str(self.chain),)))
+        writing = partial(writing_to, *(TMPDIR if is_url(self.chain) else (str(self.chain),)))
         differences = compare_states(unread, spool, writing, self.parallelism, counter)
         before = [differences[a.name].old if a.name in differences else a for a, _ in pairs]
         after = [differences[b.name].new if b.name in differences else b for _, b in pairs]
@@ -336,10 +334,8 @@ def _publishing(chain: Address) -> Iterator[Path]:
     """Yield a folder for the spool, while no other process of this machine publishes to the chain."""
     check_chain(open_store(str(chain)), str(chain))
     if isinstance(chain, str):
-        with writing_to(*_TMPDIR):
-            temporary = TemporaryDirectory(prefix="reshard-publish-")
-        with temporary as folder:
-            yield Path(folder)
+        with temporary_folder("reshard-publish-") as folder:
+            yield folder
         return
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)

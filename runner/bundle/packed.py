@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.errors import (
@@ -31,6 +30,7 @@ from manifests.store import file_digest, read_config, read_small_file, write_fil
 from stores.address import is_url
 from stores.base import Blocks, Folder, check_whole
 from stores.bundles import Bundles
+from stores.folders.publish import temporary_folder
 from stores.local import LocalFile
 from stores.open import Address, ReadManifest, open_manifest
 
@@ -138,9 +138,9 @@ def opened(manifest: str, *, is_staged: bool) -> Iterator[tuple[str, Packed]]:
             code="options.remote-manifest",
         )
     read = open_manifest(manifest)
-    with TemporaryDirectory(prefix="runner-") as folder:
+    with temporary_folder("runner-") as folder:
         revision = f"@{read.folder.revision}" if read.folder.revision else ""  # a branch of the hub may change
-        yield read.folder.location + revision, fetch(read, Path(folder))
+        yield read.folder.location + revision, fetch(read, folder)
 
 
 def fetch(read: ReadManifest, folder: Path) -> Packed:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event
 
 import torch
@@ -50,7 +49,7 @@ from runner.tensors.local_shard import FLAG_DTYPES, Piece
 from stores.address import is_url
 from stores.base import Blocks, InputFile, read_whole
 from stores.folders.lock import locking
-from stores.folders.publish import publishing
+from stores.folders.publish import publishing, temporary_folder
 from stores.local import LocalFile, LocalFolder
 from stores.objects.client import open_writable
 from stores.objects.lock import check_lock
@@ -291,9 +290,9 @@ class Publisher(InFlight[PublishReport]):
                 self._timer.beat()
                 check_lock(prefix, place)
 
-            with TemporaryDirectory(prefix="publish-") as root:
+            with temporary_folder("publish-") as root:
                 for path, fqns in shards.items():  # one at a time: the disk may have no room for all
-                    nbytes, file = run_beside_training(write(Path(root), path), hurries), Path(root) / path
+                    nbytes, file = run_beside_training(write(root, path), hurries), root / path
                     prefix.writer(path, nbytes, check).write_all(Blocks(LocalFile(file)))
                     written[path] = fqns, nbytes, prefix.look_up(path).etag
                     file.unlink()

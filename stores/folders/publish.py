@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from manifests.errors import DISK_FULL, InputError, OutputError, Parameter, refused_by_system, system_errors
 from manifests.store import sync_folder, write_file
@@ -28,6 +29,7 @@ from stores.open import open_manifest
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _MOUNTS = "/proc/self/mountinfo"
+TMPDIR = ("TMPDIR", "set TMPDIR to a folder that this user can write, on a disk with free space")
 
 Swap = Callable[[Path, Path], None]  # exchanges the names of two folders
 
@@ -345,6 +347,15 @@ def writing_to(where: str, hint: str = "") -> Iterator[None]:
     """Raise OutputError for what the system refuses while the block writes there."""
     with system_errors(where, "cannot be written", hint, code="output.unwritable", names_file=True):
         yield
+
+
+@contextmanager
+def temporary_folder(prefix: str) -> Iterator[Path]:
+    """Yield a new folder below TMPDIR, and remove it afterwards."""
+    with writing_to(*TMPDIR):
+        folder = TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+    with folder as path:
+        yield Path(path)
 
 
 def _space_hint(error: BaseException, folder: Path) -> str:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -39,6 +38,7 @@ from runner.rundir.records import (
     read_state,
     write_state,
 )
+from stores.folders.publish import temporary_folder
 from stores.open import open_manifest
 
 if TYPE_CHECKING:
@@ -59,11 +59,16 @@ def main() -> None:
     leave_out_working_folder()
     open_streams()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, ranks would end without an exit code
-    with TemporaryDirectory(prefix="runner-", ignore_cleanup_errors=True) as reports_dir:
+    with contextlib.ExitStack() as stack:
+        try:
+            reports_dir = stack.enter_context(temporary_folder("runner-"))
+        except UserError as error:
+            print_error(error, is_json="--json" in sys.argv)
+            sys.exit(code_of(error))
         # torchrun handles signals itself once it starts ranks.
         end_at_signals(lambda number: _stop_early(reports_dir), _HANDLED)
-        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: reports_dir})
-        code = _run(Path(reports_dir))
+        os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: str(reports_dir)})
+        code = _run(reports_dir)
     sys.exit(code)
 
 
@@ -158,7 +163,7 @@ def _finish() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _stop_early(reports_dir: str) -> None:
+def _stop_early(reports_dir: Path) -> None:
     """Note that the job was stopped before a rank was started."""
     shutil.rmtree(reports_dir, ignore_errors=True)
     if (options := _training(sys.argv)) is not None:

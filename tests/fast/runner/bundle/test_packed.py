@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
 
-from manifests.errors import UnreachableError
+from manifests.errors import OutputError, UnreachableError
 from manifests.store import open_shard
 from manifests.versions import folder_of
-from runner.bundle.packed import open_packed
+from runner.bundle.packed import open_packed, opened
 from runner.data.tokenizer import special_id
 from stores.folders.owned import check_ours, write_record
 from stores.local import LocalFolder
@@ -125,3 +126,13 @@ def test_special_token_in_a_file_that_a_failing_disk_does_not_show_is_not_missin
     with pytest.raises(UnreachableError) as error:
         special_id(tmp_path, tokenizer, "eos")
     assert (error.value.code, error.value.where) == ("store.unreadable", str(config))
+
+
+def test_manifest_in_a_store_is_refused_where_no_temporary_folder_can_be_made(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    with pytest.raises(OutputError) as error, opened(f"file://{packed}", is_staged=True):
+        pass
+    assert (error.value.code, error.value.where) == ("output.unwritable", "TMPDIR")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +299,11 @@ def test_rows_are_checked_with_the_fields_that_the_loss_reads(suffix: str, place
     assert options.eval_data is not None
     check_documents("--data", options.data, options.loss)
     check_evaluable(options.eval_data, options.loss)
+
+
+def test_agent_for_which_no_temporary_folder_can_be_made_says_so() -> None:
+    code = "import tempfile\ntempfile._candidate_tempdir_list = lambda: ['/proc/none']\n"
+    code += "from runner.launch.agent.agent import main\nmain()\n"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == InputError.exit_code
+    assert re.fullmatch(r"error: TMPDIR: .+ \[output\.unwritable\]\nhint: .+\n", ended.stderr), ended.stderr
