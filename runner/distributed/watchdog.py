@@ -46,6 +46,12 @@ _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _NUM_ENTRIES = 2000
+# Where ranks wait for others, in functions of any name. Much else below a folder called `distributed` computes, such as
+# transformers' tensor parallelism.
+_COLLECTIVES = (
+    "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py", "runner/distributed/",
+)  # fmt: skip
+_CALLS_OPERATORS = "torch/_ops.py"  # for functions of torch.ops, such as `wait_tensor`
 _LIMIT_S = 5.0
 
 
@@ -235,10 +241,13 @@ class Watchdog:
 def _doing(thread: int) -> tuple[str, bool]:
     """Return which Python function a thread executes, and whether it waits there for another rank."""
     frame = sys._current_frames().get(thread)
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.endswith(_CALLS_OPERATORS):
+        frame = frame.f_back
     if frame is None:
         return "", False
     name, path = frame.f_code.co_name, Path(frame.f_code.co_filename)
-    is_waiting = "distributed" in path.parts[:-1] or "wait" in name or name == "synchronize"  # with a GPU
+    is_in_collective = "/".join(path.parts[-3:]).startswith(_COLLECTIVES)
+    is_waiting = is_in_collective or "wait" in name or name == "synchronize"  # with a GPU
     return f"{name} ({'/'.join(path.parts[-2:])}:{frame.f_lineno})", is_waiting
 
 

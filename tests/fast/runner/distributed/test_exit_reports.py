@@ -17,10 +17,14 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
+from torch.distributed import distributed_c10d
+from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from manifests.errors import InputError, UnreachableError, refused_by_system
@@ -477,10 +481,12 @@ def test_rank_that_waits_for_numbers_of_others_on_a_gpu_is_known_to_wait(
     monkeypatch.setattr(torch._C, "_cuda_synchronize", numbers.get, raising=False)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(torch.ops._c10d_functional.wait_tensor, "_op", numbers.get)  # as DTensor does, with gloo
+    waits = (partial(totals.reduce_loss, 1.0, 1.0), torch.cuda.synchronize, partial(wait_tensor, True))
     with ThreadPoolExecutor(1) as pool:
         thread = pool.submit(threading.get_ident).result()
         assert not watchdog._doing(thread)[1]
-        for wait in (partial(totals.reduce_loss, 1.0, 1.0), torch.cuda.synchronize):
+        for wait in waits:
             waiting = pool.submit(wait)
             until_s = time.monotonic() + 20
             while not (doing := watchdog._doing(thread))[1] and time.monotonic() < until_s:
@@ -488,6 +494,32 @@ def test_rank_that_waits_for_numbers_of_others_on_a_gpu_is_known_to_wait(
             numbers.put([[1.0, 1.0]])
             waiting.result(timeout=10)
             assert doing[1], doing
+
+
+@pytest.mark.parametrize(
+    ("module", "is_waiting"),
+    [
+        (distributed_c10d.__file__, True),
+        (watchdog.__file__, True),
+        (f"{Path(transformers.__file__).parent}/distributed/tensor_parallel.py", False),
+        (f"{Path(torch.__file__).parent}/distributed/tensor/_dispatch.py", False),
+        ("/opt/distributed/models/mine.py", False),
+    ],
+    ids=["c10d", "ours", "transformers", "DTensor", "installed"],
+)
+def test_rank_that_computes_below_a_folder_called_distributed_does_not_wait(module: str, is_waiting: bool) -> None:
+    scope, numbers = dict[str, Any](), SimpleQueue[int]()
+    exec(compile("def compute(get): get()", module, "exec"), scope)
+    with ThreadPoolExecutor(1) as pool:
+        thread = pool.submit(threading.get_ident).result()
+        computing = pool.submit(scope["compute"], numbers.get)
+        until_s = time.monotonic() + 20
+        while not (doing := watchdog._doing(thread))[0].startswith("compute (") and time.monotonic() < until_s:
+            time.sleep(0.01)
+        numbers.put(0)
+        computing.result(timeout=10)
+    assert doing[0].startswith("compute (")
+    assert doing[1] is is_waiting
 
 
 def test_heartbeats_are_read_back_by_rank_and_old_ones_are_not(tmp_path: Path) -> None:
