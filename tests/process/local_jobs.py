@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from runner.profiling.step_times import _age_s
 from tests.builders import pack
 from tests.fast.runner.tiny import save_model
 from tests.process.forked import Forked
@@ -115,9 +116,10 @@ def launched(packed: Path, log: Path, *training: str | Path, **environment: str)
     finally:
         run.process.kill()
         run.process.wait()
-        for pid in run.ranks():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for beat in run.beats:
+            if time.time() - _age_s(str(beat["pid"])) <= beat["time"]:  # else another process has its number now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(beat["pid"], signal.SIGKILL)
 
 
 def are_gone(pids: list[int]) -> bool:
