@@ -91,6 +91,7 @@ def started(
         finally:
             for started_rank in ranks:
                 started_rank.process.kill()
+            for started_rank in ranks:
                 started_rank.process.join()
                 started_rank.process.close()
 
@@ -106,7 +107,7 @@ def launch(num_ranks: int, script: str, *arguments: str | Path, timeout_s: float
         is_done = _wait(processes, time.monotonic() + timeout_s)
         codes, printed = [process.exitcode for process in processes], [rank.said for rank in ranks]
     said = "\n".join(f"rank {rank}: {text[-4000:]}" for rank, text in enumerate(printed))
-    assert is_done, f"not done after {timeout_s} s\n{said}"
+    assert is_done, f"not done after {timeout_s} s, ended with {codes}\n{said}"
     assert codes == [0] * num_ranks, f"ended with {codes}\n{said}"
     return printed
 
