@@ -3,9 +3,9 @@
 usage: resume_worker.py JOBS
 
 JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log gets what rank 0 logs, the code and place of its
-error, and how many stages it has in memory whenever it has loaded some. With "opened", a file of that name and the
-rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported from; "round" is
-how many elements of an owner's tensors are exchanged at a time.
+error, which every rank prints, and how many stages it has in memory whenever it has loaded some. With "opened", a file
+of that name and the rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported
+from; "round" is how many elements of an owner's tensors are exchanged at a time.
 {rank} in an argument is the rank's number: a path on a disk that is its node's own.
 """
 
@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import distributed as dist
 from manifests.errors import UserError
 from runner.bundle.packed import open_packed
 from runner.config.flags import parse_training
-from runner.distributed.fail_together import raise_on_all_ranks
+from runner.distributed.fail_together import OneRankError, raise_on_all_ranks
 from runner.distributed.world import World, join_world
 from runner.pipeline.chunk import StageChunk
 from runner.train import run
@@ -63,7 +64,10 @@ def run_job(job: dict[str, Any], world: World) -> None:
             launched = open_packed(Path(job["root"]))
         run(launched, parse_training(args), world, CPU)
     except UserError as error:
+        print(f"error: {error.code} at {error.where}")
         logger.error("error: %s at %s", error.code, error.where)
+        if isinstance(error, OneRankError):  # unless all ranks have met it, the others wait for this one
+            dist.monitored_barrier(timeout=timedelta(seconds=20))
     finally:
         logger.removeHandler(handler)
         handler.close()
