@@ -77,17 +77,26 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(
-    packed: Path, out: Path, num_ranks: int, cases: Sequence[Case], policy: str = "compact", dtype: str = "fp32"
+    packed: Path,
+    out: Path,
+    num_ranks: int,
+    cases: Sequence[Case],
+    policy: str = "compact",
+    dtype: str = "fp32",
+    num_turns: int = 1,
 ) -> None:
     asked = [{**case, "root": str(packed), "policy": policy} for case in (*warm_up(num_ranks, dtype), *cases)]
     (out / "cases.json").write_text(json.dumps(asked))
-    launch(num_ranks, "runner/training/memory_worker.py", out / "cases.json", out, timeout_s=800)
-    found = {
-        (case["name"], rank): json.loads((out / f"{case['name']}-{rank}.json").read_text())
-        for case in cases
-        for rank in range(num_ranks)
-    }
-    off = {name: rank["peak"] / rank["planned"]["total"] for name, rank in found.items()}
+    peaks: dict[tuple[str, int], float] = {}
+    for _ in range(num_turns):
+        launch(num_ranks, "runner/training/memory_worker.py", out / "cases.json", out, timeout_s=800)
+        found = {
+            (case["name"], rank): json.loads((out / f"{case['name']}-{rank}.json").read_text())
+            for case in cases
+            for rank in range(num_ranks)
+        }
+        peaks = {name: max(rank["peak"], peaks.get(name, 0)) for name, rank in found.items()}
+    off = {name: peaks[name] / rank["planned"]["total"] for name, rank in found.items()}
     assert {name: ratio for name, ratio in off.items() if not 0.9 < ratio < 1.1} == {}
     if num_ranks == 2:  # nothing is gathered or reduced in between
         for name, rank in found.items():
@@ -107,7 +116,8 @@ def test_peak_of_each_rank_is_within_a_tenth_of_the_plan_of_its_policy(
 def test_ranks_that_reuse_freed_memory_are_within_a_tenth_of_their_plan(
     packed: Path, tmp_path: Path, case: Case
 ) -> None:
-    check(packed, tmp_path, 2, [case], "fast")
+    """Which holes malloc fills differs by several hundredths between runs; the plan is of what ranks may need."""
+    check(packed, tmp_path, 2, [case], "fast", num_turns=3)
 
 
 @pytest.mark.parametrize("dtype", PIPELINE)
