@@ -16,7 +16,7 @@ that fails leaves the prefix locked, and the next one takes its place, so that n
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -39,7 +39,7 @@ from manifests.store import read_small_file, write_file
 from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
 from runner.checkpoint.async_save import InFlight
 from runner.checkpoint.save import SaveContext, check_folder, check_sizes, hurrying
-from runner.checkpoint.shard_file import NAMES, hash_pieces, write_delta, write_shard
+from runner.checkpoint.shard_file import NAMES, check_not_cancelled, hash_pieces, write_delta, write_shard
 from runner.checkpoint.state import Held, HostCopy, divide_into_shards
 from runner.config.schema import PublishOptions
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
@@ -293,7 +293,7 @@ class Publisher(InFlight[PublishReport]):
             with temporary_folder("publish-") as root:
                 for path, fqns in shards.items():  # one at a time: the disk may have no room for all
                     nbytes, file = run_beside_training(write(root, path), hurries), root / path
-                    prefix.writer(path, nbytes, check).write_all(Blocks(LocalFile(file)))
+                    prefix.writer(path, nbytes, check).write_all(_blocks_until(is_cancelled, file))
                     written[path] = fqns, nbytes, prefix.look_up(path).etag
                     file.unlink()
         return written
@@ -322,6 +322,12 @@ class Publisher(InFlight[PublishReport]):
     def _is_cancelled(self, stop: Event) -> bool:
         self._timer.beat()
         return stop.is_set()
+
+
+def _blocks_until(is_cancelled: Callable[[], bool], file: Path) -> Iterator[memoryview]:
+    for block in Blocks(LocalFile(file)):
+        check_not_cancelled(file, is_cancelled)
+        yield block
 
 
 def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:

@@ -10,9 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -25,8 +30,10 @@ from manifests.versions import LOCK_NAME
 from runner.bundle.packed import open_packed
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.save import SaveContext
+from runner.checkpoint.state import Held
 from runner.config.flags import parse_training
 from runner.distributed.watchdog import StallTimer
+from stores.base import read_in_blocks
 from stores.folders.lock import locking
 from stores.objects.client import ObjectWriter, ObstoreClient
 from stores.objects.output import open_output
@@ -43,6 +50,14 @@ from tests.servers.s3 import MotoServer
 
 pytestmark = pytest.mark.timeout(600)
 RATE = ("--lr", "1e-3")
+
+
+class CountingTimer(StallTimer):
+    num_beats = 0
+
+    def beat(self, stop: Event | None = None) -> None:
+        self.num_beats += 1
+        super().beat(stop)
 
 
 def versions(chain: str | Path) -> list[tuple[int, int | None]]:
@@ -64,6 +79,28 @@ def check_steps(chain: str | Path, checkpoints: Path, steps: dict[int, int], fol
         assert {name: version.get(name) for name in others} == {name: exported[name] for name in others}
         published = reshard.publish_delta(checkpoint, folder / f"chain{number}", dtype="bf16")
         assert published.state == states[number]
+
+
+@contextmanager
+def publisher_to(chain: str | Path, folder: Path, timer: StallTimer) -> Iterator[tuple[Publisher, Held]]:
+    """Yield a publisher of one rank, in this process, and its weights."""
+    packed, timeout = open_packed(folder), timedelta(seconds=60)
+    options = parse_training(["--data", "synthetic", "--publish", str(chain)]).publish
+    assert options is not None
+    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        weights = held_by(0, packed)
+        with Publisher(options, context, packed.shape, weights, timeout, timer) as publisher:
+            yield publisher, weights
+    finally:
+        dist.destroy_process_group()
+
+
+def publish_filled(publisher: Publisher, weights: Held, step: int) -> None:
+    for piece in weights[0][WEIGHTS]:
+        piece.memory.fill_(step)
+    publisher.publish(weights, step)
 
 
 def test_versions_are_the_weights_of_steps_that_change_bytes_and_slimes_decoder_gets_them(
@@ -187,25 +224,32 @@ def test_rank_has_one_shard_at_a_time_on_its_disk_before_it_is_in_the_bucket(
         return writer(client, name, *arguments)
 
     monkeypatch.setattr(ObstoreClient, "writer", write)
-    packed, timeout = open_packed(packed_alone), timedelta(seconds=60)
-    options = parse_training(["--data", "synthetic", "--publish", url_of("sent")]).publish
-    assert options is not None
-    context = SaveContext(manifest=packed.manifest, root=packed.root, parents=(packed.read.parent,))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    try:
-        weights = held_by(0, packed)
-        with Publisher(options, context, packed.shape, weights, timeout, StallTimer()) as publisher:
-            for step in (1, 2):
-                for piece in weights[0][WEIGHTS]:
-                    piece.memory.fill_(step)
-                publisher.publish(weights, step)
-            assert [report.failure for report in publisher.reports(wait=True)] == [None, None]
-    finally:
-        dist.destroy_process_group()
+    with publisher_to(url_of("sent"), packed_alone, StallTimer()) as (publisher, weights):
+        for step in (1, 2):
+            publish_filled(publisher, weights, step)
+        assert [report.failure for report in publisher.reports(wait=True)] == [None, None]
     assert versions(url_of("sent")) == [(1, None), (2, 1)]
     shards = {url: names for url, names in spooled.items() if url.endswith(".safetensors")}
     assert len(shards) > 4
     assert {url: names for url, names in shards.items() if names != [Path(url).name]} == {}
+
+
+def test_each_block_that_is_sent_to_a_bucket_is_progress(
+    packed_alone: Path, moto: MotoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stores.base.read_in_blocks", partial(read_in_blocks, step=1024))
+    timer, write, beats = CountingTimer(), ObjectWriter.write, list[int]()
+
+    def counted(writer: ObjectWriter, *arguments: Any) -> None:
+        beats.append(timer.num_beats)
+        write(writer, *arguments)
+
+    with publisher_to(url_of("slow"), packed_alone, timer) as (publisher, weights):
+        monkeypatch.setattr(ObjectWriter, "write", counted)
+        publish_filled(publisher, weights, 1)
+        assert [report.failure for report in publisher.reports(wait=True)] == [None]
+    assert len(beats) > 10
+    assert all(after > before for before, after in pairwise(beats))
 
 
 def test_run_waits_for_another_process_that_publishes_to_its_chain(packed_alone: Path, tmp_path: Path) -> None:
