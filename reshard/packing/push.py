@@ -30,6 +30,8 @@ from stores.hub.upload import HubUpload, has_last, open_upload
 from stores.local import LocalFolder
 from stores.open import ReadManifest, open_manifest
 
+_MADE_BY_HUB = ".gitattributes"  # in each new repository
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushResult:
@@ -113,7 +115,7 @@ def push_folder(
     paths = {name: local.path / name for name in (*names, *signature, MANIFEST_NAME)}
     content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **paths}
     stale = _stale(upload.head, set(content))
-    replaced = () if has_last(upload.head, content) else paths.keys() & upload.head.files.keys()
+    replaced = () if has_last(upload.head, content) else paths.keys() & upload.head.files.keys() - {_MADE_BY_HUB}
     _check_nothing_lost(upload, {*stale, *replaced}, force)
     revision = upload.commit(
         content,
@@ -199,8 +201,8 @@ def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
     if MANIFEST_NAME in names:
         with suppress(ManifestError, SourceError):  # of another version, or not ours
             owned = set(files_in(decode_manifest(read_whole(head.file(MANIFEST_NAME)))))
-    stale = {name for name in names if name in owned or _is_weights(name)} - wanted - {MODEL_CARD_NAME}
-    return tuple(sorted(stale))
+    stale = {name for name in names if name in owned or _is_weights(name)} - wanted
+    return tuple(sorted(stale - {MODEL_CARD_NAME, _MADE_BY_HUB}))
 
 
 def _is_weights(name: str) -> bool:

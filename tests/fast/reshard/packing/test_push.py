@@ -88,6 +88,18 @@ def test_pushed_model_is_verified_and_exported_as_its_source_is(hub: Hub, tmp_pa
     assert files_in(tmp_path / "back") == hub.files("org/tiny")
 
 
+def test_gitattributes_that_the_hub_creates_make_no_other_model(hub: Hub, tmp_path: Path, packed: Path) -> None:
+    attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+    hub.push("org/tiny", {**files_in(packed.parent / "source"), ".gitattributes": attributes})
+    assert reshard("pack", "hf://org/tiny", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    assert reshard("push", tmp_path / "out", NAME).code == 0
+    assert hub.files(NAME)[".gitattributes"] == attributes
+    assert reshard("verify", f"hf://{NAME}").code == 0
+    other = pack(tmp_path / "other")
+    assert reshard("push", other, NAME, "--force").code == 0
+    assert hub.files(NAME).keys() == {*files_in(other), ".gitattributes", "README.md"}
+
+
 def test_card_that_was_edited_on_the_hub_is_kept_and_is_no_damage(hub: Hub, tmp_path: Path, packed: Path) -> None:
     assert reshard("push", packed, NAME).code == 0
     edited = hub.files(NAME) | {"README.md": b"# Ours\n" + hub.files(NAME)["README.md"]}
