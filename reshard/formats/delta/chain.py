@@ -161,13 +161,11 @@ class Chain:
         self.version(number)
         for end in range(self.numbers.index(number) + 1, 0, -_NUM_TOGETHER):
             for version in reversed(self.versions(self.numbers[max(0, end - _NUM_TOGETHER) : end])):
-                if version.number <= after:
-                    break
-                versions.insert(0, version)
-                if version.is_full:
-                    break
-            if versions and (versions[0].is_full or versions[0].number <= after):
-                break
+                if version.number > after:
+                    versions.insert(0, version)
+                if version.is_full or version.number <= after:
+                    _check_line(versions, str(self))
+                    return versions
         _check_line(versions, str(self))
         return versions
 

@@ -24,6 +24,7 @@ from manifests.models import model_shape
 from manifests.trained import encode_steps, encode_trained
 from reshard.cli.delta import apply_text
 from reshard.delta.apply import apply_delta
+from reshard.formats.delta.chain import Chain, Version, open_chain
 from reshard.transforms.arithmetic import Changes
 from tests.builders import (
     INDEX,
@@ -681,6 +682,30 @@ def test_late_joiner_reads_the_base_and_the_deltas_once(tmp_path: Path) -> None:
     stored = sum(entry.nbytes for entry in reshard.delta_log(tmp_path / "chain"))
     assert done.read_nbytes == stored
     assert done.write_nbytes < 2 * 4096 + sum(map(len, states[-1].values()))
+
+
+def test_folder_that_is_one_version_behind_reads_few_indices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = llama_config(**SMALL, num_hidden_layers=1)
+    tensors = random_tensors(config)
+    write_model(tmp_path / "model", config, tensors)
+    reshard.publish_delta(tmp_path / "model", tmp_path / "chain")
+    states = [bytes_of(tensors)]
+    for version in range(2, 41):
+        tensors = changed(tensors, version, share=0.1)
+        states.append(bytes_of(tensors))
+        slime_decoder.publish(tmp_path / "chain", version, *states[-2:], "xor", "blake3")
+    apply_delta(tmp_path / "chain", tmp_path / "served", version=39)
+    chain, numbers, version_of = open_chain(tmp_path / "chain"), list[int](), Chain.version
+
+    def read(chain: Chain, number: int) -> Version:
+        numbers.append(number)
+        return version_of(chain, number)
+
+    monkeypatch.setattr(Chain, "version", read)
+    assert [version.number for version in chain.line(40, after=39)] == [40]
+    assert len(numbers) < 20
+    assert apply_delta(tmp_path / "chain", tmp_path / "served").before == 39
+    assert served(tmp_path / "served") == states[-1]
 
 
 def test_folders_that_are_not_ours_are_refused(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:
