@@ -107,14 +107,14 @@ class CacheFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             missing = [shard for shard in shards if not self.has(shard)]
             needed = sum(max(0, shard.nbytes - _nbytes_on_disk(_partial(self.path / shard.path))) for shard in missing)
-            free = shutil.disk_usage(self.path).free
-            if needed <= free:
+            disk = shutil.disk_usage(self.path)
+            if needed <= disk.free or not disk.total:  # some file systems report 0 blocks
                 return
             old = {path.name: sum(map(_nbytes_on_disk, path.rglob("*"))) for path in _others(self.path)}
         others = ", ".join(f"{name} ({show_bytes(nbytes)})" for name, nbytes in old.items())
         raise OutputError(
             f"{FLAG} {self.path.parent}",
-            f"{len(missing)} shards need {show_bytes(needed)} more on this node, {show_bytes(free)} are free",
+            f"{len(missing)} shards need {show_bytes(needed)} more on this node, {show_bytes(disk.free)} are free",
             f"other manifests are cached there: {others}; remove those that no job uses" if others else "",
             code="output.disk-full",
         )

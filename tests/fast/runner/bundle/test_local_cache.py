@@ -161,7 +161,7 @@ def test_full_disk_is_refused_before_copying(
     (folder.path.parent / "somebody's").mkdir()
     folder.check_room(shards)
     ensure(folder, trained, shards[0])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=10_000, free=1000))
     needed = sum(shard.nbytes for shard in shards[1:])
     with pytest.raises(UserError) as error:
         folder.check_room(shards)
@@ -169,6 +169,17 @@ def test_full_disk_is_refused_before_copying(
     assert f" {show_bytes(needed)} more" in error.value.problem
     assert f" {old.name} (4.00 KiB)" in error.value.hint
     folder.check_room(shards[:1])  # it is cached already
+
+
+def test_file_system_that_does_not_report_its_space_is_not_taken_for_full(
+    trained: Path, folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = tuple(open_manifest(trained).manifest.shards)
+    space = dict.fromkeys(("f_blocks", "f_bfree", "f_bavail"), 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(**space, f_frsize=4096))
+    folder.check_room(shards)
+    ensure(folder, trained, shards[0])
+    assert folder.has(shards[0])
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.ESTALE, 5), (errno.ENOSPC, 3), (errno.EROFS, 3)])
