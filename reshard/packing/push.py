@@ -137,7 +137,14 @@ def push_folder(
 
 def check_free(address: HubAddress, *, force: bool) -> None:
     """Open the branch that a pack will be pushed to, before hours of packing."""
-    upload = open_upload(address, is_public=False)
+    try:
+        upload = open_upload(address, is_public=False)
+    except StoreError as error:
+        if error.code != "store.public-repository":
+            raise
+        name = shlex.quote(str(address).removeprefix(SCHEME))
+        hint = f"pack to a folder, then reshard push DIR {name} --public; or name another repository"
+        raise error.changed(hint=hint) from error
     _check_nothing_lost(upload, _stale(upload.head, set()), force)
 
 

@@ -289,6 +289,13 @@ def test_public_repository_is_written_with_public_alone(hub: Hub, packed: Path) 
     assert reshard("push", packed, "org/new", "--public", "--json").json["is_private"] is False
 
 
+def test_pack_to_a_public_repository_names_the_command_that_publishes(hub: Hub, packed: Path) -> None:
+    hub.push(NAME, {".gitattributes": b""})
+    error = refusal("pack", packed.parent / "source", "--layout", "pp=2", "--out", f"hf://{NAME}")
+    assert error.found == (3, "store.public-repository", f"hf://{NAME}")
+    assert f"reshard push DIR {NAME} --public" in error.text
+
+
 @pytest.mark.parametrize("name", ["a/b/c", "org/na me", "org/-x", "s3://bucket", "org/name@"])
 def test_malformed_names_are_refused(hub: Hub, packed: Path, name: str) -> None:
     assert refusal("push", packed, name).found[1] == "store.malformed-address"
