@@ -8,7 +8,7 @@ are spooled to disk, since a header needs their sizes, and comes first. Memory: 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -113,11 +113,11 @@ def publish_delta(
     opened = open_source(str(source))
     check_apart(_address(chain), opened, may_replace=False, option="chain")
     new = with_config_for(cast_checkpoint(opened, dtype), dtype)
-    with _publishing(_address(chain)) as spool:
+    with _publishing(_address(chain)) as (spool, check_lock):
         opened_chain = open_chain(chain)
         old = None if full and base is None else _old_state(opened_chain, base)
         number = opened_chain.numbers[-1] + 1 if opened_chain.numbers else 1
-        publisher = _Publisher(_address(chain), number, parallelism or Parallelism())
+        publisher = _Publisher(_address(chain), number, parallelism or Parallelism(), check_lock)
         if full or old is None or not _are_alike(old, new):
             return publisher.write_full(new, progress)
         return publisher.write_delta(old, new, opened_chain, spool, progress)
@@ -151,13 +151,13 @@ def fold_delta(
     state = open_version(opened, folded.number)
     check_files(state, folded, str(opened))
     place = _address(chain if out is None else out)
-    with _publishing(place):
+    with _publishing(place) as (_, check_lock):
         there = open_chain(place)
         if out is not None and there.numbers:
             problem = f"has versions already, the newest of which is {there.numbers[-1]}"
             raise SourceError(str(place), problem, "fork to a new folder", code="source.chain-exists")
         number = there.numbers[-1] + 1 if there.numbers else folded.number
-        publisher = _Publisher(place, number, parallelism or Parallelism())
+        publisher = _Publisher(place, number, parallelism or Parallelism(), check_lock)
         return publisher.write_full(state, progress, folded)
 
 
@@ -168,6 +168,7 @@ class _Publisher:
     chain: Address
     number: int
     parallelism: Parallelism
+    check_lock: Callable[[], None]  # right before the index is written
 
     @property
     def place(self) -> Address:
@@ -191,6 +192,7 @@ class _Publisher:
             state = check_state(tensors, folded, new.location) if folded else state_digest(tensors)
             check_unchanged(shards, auxiliary)
             metadata = {"total_size": total, **metadata_of(self.number, state, is_full=True)}
+            self.check_lock()
             _commit(target, metadata, files, shards)
         return PublishResult(
             location=str(self.place),
@@ -245,6 +247,7 @@ class _Publisher:
             origins = [OutputShard(path="", origins=tuple(b for _, b in unread), header_nbytes=0)]
             check_unchanged(origins, auxiliary)
             metadata = metadata_of(self.number, state, base_state, is_full=False)
+            self.check_lock()
             _commit(target, metadata, digests, shards)
         return replace(result, nbytes=sum(shard.nbytes for shard in shards))
 
@@ -330,21 +333,21 @@ def _address(chain: str | Path) -> Address:
 
 
 @contextmanager
-def _publishing(chain: Address) -> Iterator[Path]:
-    """Yield a folder for the spool, while no other process of this machine publishes to the chain."""
+def _publishing(chain: Address) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield a folder for the spool, and a check that no other process has taken over the chain in a folder."""
     check_chain(open_store(str(chain)), str(chain))
     if isinstance(chain, str):
         with temporary_folder("reshard-publish-") as folder:
-            yield folder
+            yield folder, lambda: None
         return
     with writing_to(str(chain)):
         chain.mkdir(parents=True, exist_ok=True)
-    with locking(chain / LOCK_NAME, str(chain), "reshard delta publish"):
+    with locking(chain / LOCK_NAME, str(chain), "reshard delta publish") as check_lock:
         spool = chain / _SPOOL_NAME
         shutil.rmtree(spool, ignore_errors=True)
         with writing_to(str(chain)):
             spool.mkdir()
         try:
-            yield spool
+            yield spool, check_lock
         finally:
             shutil.rmtree(spool, ignore_errors=True)

@@ -131,6 +131,7 @@ class Publisher(InFlight[PublishReport]):
         self._memory = [HostCopy(state, dtype_of), HostCopy(state, dtype_of)]  # of the last state, and the next
         self._start = self._memory[0].fill(state)
         self._last: _State | None = None
+        self._check_lock: Callable[[], None] = lambda: None  # of a chain in a folder, on rank 0
         self._output: ObjectTarget | None = None  # on rank 0, the version that is written to a bucket
 
     def publish(self, weights: Held, step: int, *, has_trained: bool = True) -> None:
@@ -226,7 +227,7 @@ class Publisher(InFlight[PublishReport]):
                 Path(self._chain).mkdir(parents=True, exist_ok=True)
                 lock = Path(self._chain) / LOCK_NAME
                 doing, patience_s = "publishes weights there", self._patience_s
-                stack.enter_context(locking(lock, self._chain, doing, patience_s=patience_s))
+                self._check_lock = stack.enter_context(locking(lock, self._chain, doing, patience_s=patience_s))
                 numbers = numbers_in(store := LocalFolder(Path(self._chain)))
             number = (numbers[-1] if numbers else 0) + 1
             bases = numbers[-1:] if self._has_trained else numbers[::-1]
@@ -309,6 +310,7 @@ class Publisher(InFlight[PublishReport]):
                 self._timer.beat()
                 (Path(place) / name).parent.mkdir(parents=True, exist_ok=True)
                 write_file(Path(place) / name, data)
+            self._check_lock()  # right before the folder gets its name
             return
         assert self._output is not None, "rank 0 has opened it"
         for name, (_, nbytes, etag) in written.items():

@@ -22,6 +22,7 @@ from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models import model_shape
 from manifests.trained import encode_steps, encode_trained
+from manifests.versions import LOCK_NAME
 from reshard.cli.delta import apply_text
 from reshard.delta.apply import apply_delta
 from reshard.formats.delta.chain import Chain, Version, open_chain
@@ -706,6 +707,24 @@ def test_folder_that_is_one_version_behind_reads_few_indices(tmp_path: Path, mon
     assert len(numbers) < 20
     assert apply_delta(tmp_path / "chain", tmp_path / "served").before == 39
     assert served(tmp_path / "served") == states[-1]
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_publisher_whose_lock_is_taken_over_publishes_nothing(
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], is_full: bool
+) -> None:
+    """As after its machine was suspended: the process that has the lock then may write the same version."""
+    lock, before = chain / LOCK_NAME, files_in(chain)
+
+    def take_over(done: int, total: int) -> None:
+        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"nonce": "of another"}))
+
+    source = published[0] / "v1"
+    with pytest.raises(UserError) as error:
+        reshard.publish_delta(source, chain, full=is_full, progress=take_over)
+    assert (error.value.code, error.value.where) == ("launch.folder-in-use", str(chain))
+    lock.unlink()
+    assert {name: data for name, data in files_in(chain).items() if ".partial" not in name} == before
 
 
 def test_folders_that_are_not_ours_are_refused(published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path) -> None:

@@ -252,6 +252,24 @@ def test_each_block_that_is_sent_to_a_bucket_is_progress(
     assert all(after > before for before, after in pairwise(beats))
 
 
+def test_run_whose_lock_is_taken_over_publishes_nothing(
+    packed_alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, commit = tmp_path / "chain", Publisher._commit
+
+    def commit_late(publisher: Publisher, *arguments: Any) -> None:
+        lock = chain / LOCK_NAME
+        lock.write_text(json.dumps(json.loads(lock.read_text()) | {"nonce": "of another"}))
+        commit(publisher, *arguments)
+
+    with publisher_to(chain, packed_alone, StallTimer()) as (publisher, weights):
+        monkeypatch.setattr(Publisher, "_commit", commit_late)
+        publish_filled(publisher, weights, 1)
+        failures = [report.failure for report in publisher.reports(wait=True)]
+    assert [failure and failure.code for failure in failures] == ["launch.folder-in-use"]
+    assert [path.name for path in chain.iterdir()] == [LOCK_NAME]
+
+
 def test_run_waits_for_another_process_that_publishes_to_its_chain(packed_alone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "chain").mkdir()
