@@ -14,6 +14,7 @@ from manifests.safetensors import LENGTH_NBYTES, Header, header_nbytes, parse_he
 
 if TYPE_CHECKING:
     import hashlib
+    from pathlib import Path
 
 SOURCE_CHANGED = "source.changed"  # error code: the file changed since it was listed
 HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub's listing
@@ -58,6 +59,9 @@ class Listed(Protocol):
 
     @property
     def listed(self) -> str: ...
+
+    def cached_path(self) -> Path | None:
+        """Return the copy in the local cache that is read in its place, if there is one."""
 
 
 class Folder(Protocol):
@@ -191,12 +195,16 @@ def _listed_hasher(file: InputFile) -> hashlib._Hash | None:
 def _check_listed(file: InputFile, digest: str) -> None:
     listed = file.listed if isinstance(file, Listed) else ""
     if digest != listed:
-        raise SourceError(
-            str(file),
-            f"expected {listed} (listing of the hub), found {digest}",
-            "a server or proxy sent wrong bytes; run again, or from another network",
-            code=HUB_MISMATCH,
-        )
+        raise hub_mismatch(file, f"expected {listed} (listing of the hub), found {digest}")
+
+
+def hub_mismatch(file: InputFile | Listed, problem: str) -> SourceError:
+    """Return the error of a file that differs from the hub's listing, with what to do about where it was read."""
+    cached = file.cached_path() if isinstance(file, Listed) else None
+    hint = "a server or proxy sent wrong bytes; run again, or from another network"
+    if cached is not None:
+        hint = f"the copy in the local Hugging Face cache is damaged; remove {cached.resolve()}, then run again"
+    return SourceError(str(file), problem, hint, code=HUB_MISMATCH)
 
 
 def _check_digest(file: InputFile, expected: str, digest: str) -> None:

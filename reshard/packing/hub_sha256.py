@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from manifests.errors import InputError, SourceError
+from manifests.errors import InputError
 from reshard.copy.runs import Run
 from reshard.plans.pack_plan import OutputShard
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import stored_file
-from stores.base import HUB_MISMATCH, InputFile, Listed, Range, merge_ranges, read_in_blocks
+from stores.base import InputFile, Listed, Range, hub_mismatch, merge_ranges, read_in_blocks
 from stores.direct_io import OutputFile
 from stores.local import LocalFile
 from stores.workers import threads_for_ranks
@@ -143,12 +143,7 @@ class _Verified:
                 self._begin()
             digest = self._finished()
         if digest != self._file.listed:
-            raise SourceError(
-                str(self._file),
-                f"expected SHA-256 {self._file.listed} (the hub's listing), found {digest}",
-                "a server or proxy sent wrong bytes; run again, or from another network",
-                code=HUB_MISMATCH,
-            )
+            raise hub_mismatch(self._file, f"expected SHA-256 {self._file.listed} (the hub's listing), found {digest}")
 
     def _begin(self) -> None:
         import hashlib  # OpenSSL's

@@ -73,14 +73,15 @@ class HubFile:
 
     def open(self, ranges: Sequence[Range]) -> Reader:
         """Open the file in the local cache, or prefetch these ranges."""
-        cached = self._cached()
+        cached = self.cached_path()
         return RangeReader(self._fetch_or_refuse(), ranges) if cached is None else LocalReader(cached)
 
     def fetching(self) -> Fetch | None:
         """Return the function that fetches its bytes, unless it is in the local cache."""
-        return self._fetch_or_refuse() if self._cached() is None else None
+        return self._fetch_or_refuse() if self.cached_path() is None else None
 
-    def _cached(self) -> Path | None:
+    def cached_path(self) -> Path | None:
+        """Return the file in the local cache, if it is there."""
         cached = try_to_load_from_cache(self.address.repo, self.name, revision=self.commit)
         return Path(cached) if isinstance(cached, str) and Path(cached).stat().st_size == self.nbytes else None
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import hf_hub_download
 
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.packing.hub_sha256 import HubCheck
@@ -107,6 +108,19 @@ def test_wrong_bytes_of_a_small_file_are_refused(served: Hub, tmp_path: Path, na
     ended = pack(tmp_path / "out")
     assert (ended.code, ended.json["error"]["code"]) == (3, "source.hub-digest")
     assert ended.json["error"]["where"] == f"hf://org/tiny/{name}"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", SHARD])
+def test_damaged_file_in_the_local_cache_is_named(served: Hub, tmp_path: Path, name: str) -> None:
+    cached = Path(hf_hub_download("org/tiny", name)).resolve()
+    data = cached.read_bytes()
+    cached.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
+    ended = pack(tmp_path / "out")
+    error = ended.json["error"]
+    assert (ended.code, error["code"], error["where"]) == (3, "source.hub-digest", f"hf://org/tiny/{name}")
+    assert str(cached) in error["hint"]
+    cached.unlink()
+    assert pack(tmp_path / "out").code == 0
 
 
 def test_resumed_pack_is_verified_too(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
