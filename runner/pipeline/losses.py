@@ -51,6 +51,8 @@ class Loss:
         """Return a microbatch's contribution to the loss; see Note [Counts of a loss]."""
         summed, count = self._function(logits, labels, **fields)
         self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
+        if torch.is_grad_enabled() and not summed.requires_grad:  # a constant, as of rows without labels
+            summed = summed + logits[..., :0].sum()  # 0: all ranks run the backward, with gradients of zero
         return summed / num_tokens
 
     def take_count(self) -> float | torch.Tensor:

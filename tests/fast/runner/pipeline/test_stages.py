@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from manifests.errors import ManifestError, UsageError
 from manifests.placement import Placement
 from runner.config.flags import parse_training
 from runner.config.schema import BatchOptions
+from runner.data.rows import IGNORED, RowForm
 from runner.models import Family, family_for
 from runner.pipeline import losses
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of
@@ -118,7 +120,31 @@ def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(
             act(short)
 
 
-# What a loss of another package may ask of a run.
+# What a loss of another package may ask of a run, and return.
+
+
+def of_labels_alone(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    if not (labels != IGNORED).any():
+        return logits.new_zeros(()), 0
+    return logits.logsumexp(-1).sum(), len(labels)
+
+
+def test_loss_that_is_a_constant_without_labels_has_gradients_of_zero(folder: Path) -> None:
+    family = family_for(read_config(folder), max_seq_len=16)
+    chunks = build_chunks(family, (family.modules,), (0,))
+    fill(chunks, folder)
+    options = BatchOptions(global_batch=1, microbatch=1, seq_len=16)
+    timetable = find_timetable("1F1B", Placement(num_stages=1, num_ranks=1), 1)
+    metadata = plan_stage_metadata(family, (family.modules,), torch.float32)
+    schedule = build_schedule(timetable, chunks, metadata, options, loss=Loss(of_labels_alone, RowForm(), is_own=True))
+    batch = padded_batch(0, size=1, seq_len=16)
+    loss = schedule.train(replace(batch, labels=torch.full_like(batch.labels, IGNORED)))
+    assert loss == 0
+    gradients = [parameter.grad for parameter in chunks[0].parameters()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+    loss = schedule.train(batch)
+    assert loss is not None
+    assert loss != 0
 
 
 DATA = ("--data", "rows.jsonl", "--tokenized", "--loss", "pairs")
