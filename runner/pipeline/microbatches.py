@@ -56,15 +56,16 @@ def context_of(family: Family, batch: Batch | None, device: torch.device) -> dic
 
 @contextmanager
 def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
-    """Switch to evaluation mode, without gradients, while the block runs."""
+    """Switch to evaluation mode, without gradients, while the block runs; then each module has its own mode again."""
+    modes = {module: module.training for chunk in chunks for module in chunk.modules()}
     for chunk in chunks:
         chunk.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for chunk in chunks:
-            chunk.train()
+        for module, is_training in modes.items():
+            module.training = is_training
 
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ from runner.models import Family, family_for
 from runner.pipeline import losses
 from runner.pipeline.chunk import StageChunk, build_chunks, layers_of
 from runner.pipeline.losses import Loss, PerRow, loss_of_run
+from runner.pipeline.microbatches import evaluating
 from runner.pipeline.schedule import Schedule, build_schedule
 from runner.pipeline.stage_io import FormError, StageIO, form_of
 from runner.pipeline.stage_metadata import TensorMetadata, plan_stage_metadata
@@ -118,6 +119,18 @@ def test_sequences_of_another_length_are_refused_before_they_meet_stale_buffers(
     for act in (schedule.train, schedule.evaluate):
         with pytest.raises(ValueError, match=r"found \(4, 15\)"):
             act(short)
+
+
+def test_module_that_was_built_in_evaluation_mode_is_still_in_it_after_an_evaluation() -> None:
+    (chunk,) = build_chunks(FAMILY, (FAMILY.modules,), (0,))
+    _, frozen = next(layers_of(chunk))
+    frozen.eval()
+    modes = [module.training for module in chunk.modules()]
+    assert chunk.training
+    with evaluating([chunk]):
+        assert not any(module.training for module in chunk.modules())
+    assert not frozen.training
+    assert [module.training for module in chunk.modules()] == modes
 
 
 # What a loss of another package may ask of a run, and return.
