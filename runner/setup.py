@@ -17,6 +17,7 @@ from manifests.errors import InputError, UnreachableError
 from manifests.models.adapters import is_adapter
 from manifests.models.combinations import check_combination, check_divides, check_heads
 from manifests.models.training import HostMemory
+from manifests.optimizer_groups import algorithm_of
 from manifests.optimizer_state import EMA, kinds_of
 from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed
@@ -305,7 +306,12 @@ def _run_self_check(
             has_documents=has_documents,
             loss=loss,
         )
-        is_kept = not sharing_ranks(launched.manifest, options).is_own and options.loss.entry_point is None
+        plan = options.optim.plan
+        assert plan is not None, "made of what the checkpoint stores and the flags"
+        classes = (algorithm_of(group, plan.name) for group in plan.groups)
+        has_own_optimizer = any("." in name.removeprefix("torch.optim.") for name in classes)
+        is_own = sharing_ranks(launched.manifest, options).is_own or has_own_optimizer
+        is_kept = not is_own and options.loss.entry_point is None
         prove_once(run, launched.config, options.log_dir, is_kept=is_kept)
     elif options.self_check and mesh.rank == 0:
         logger.info("note: %s is not self-checked: its family has no tiny model to compare", family.architecture)

@@ -130,7 +130,7 @@ _KEY = "self_check"
 def prove_once(run: Combination, config: Mapping[str, Any], log_dir: Path, *, is_kept: bool) -> None:
     """Check a combination, unless this run's record has the proof; every rank calls this.
 
-    `is_kept`: whether its digest says all that it depends on; a family of another package may change.
+    `is_kept`: whether its digest says all that it depends on; code of another package may change.
     """
     digest = _digest(run, config)
     record = read_run_record(log_dir) if is_kept and dist.get_rank() == 0 else None

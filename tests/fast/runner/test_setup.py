@@ -84,6 +84,20 @@ def test_self_check_that_fails_ends_the_reading(packed: Path, monkeypatch: pytes
     assert ended.wait(LIMIT_S)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "is_kept"), [("adamw", True), ("torch.optim.SGD", True), ("own_optimizer.Mine", False)]
+)
+def test_proof_is_kept_only_with_optimizers_that_are_torchs(
+    optimizer: str, is_kept: bool, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_optimizer.py").write_text("import torch\nclass Mine(torch.optim.SGD): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    checks = list[dict[str, bool]]()
+    monkeypatch.setattr(setup, "prove_once", lambda *args, **kwargs: checks.append(kwargs))
+    start(packed, flags=("--optimizer", optimizer))
+    assert checks == [{"is_kept": is_kept}]
+
+
 def test_reading_that_is_stopped_reads_nothing_more(packed: Path) -> None:
     opened = open_packed(open_manifest(packed))
     empty = {fqn: torch.zeros(shape) for fqn, shape in opened.shape.tensors.items()}
