@@ -140,18 +140,26 @@ def loss_of_run(run: TrainOptions, *, is_split: bool) -> Loss | None:
 
 def _load(name: str) -> Loss:
     function = load_entry_point(LOSSES, name, "--loss")
-    code = function if inspect.isfunction(function) or not callable(function) else type(function).__call__
+    kind = type(function)
+    method = kind.forward if isinstance(function, nn.Module) else kind.__call__ if callable(function) else None
+    code = function if inspect.isfunction(function) else method
     if not inspect.isfunction(code):
-        problem = f"expected a function, or an object with __call__, found {type(function).__name__}"
+        problem = f"expected a function, or an object with __call__, found {kind.__name__}"
         raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
-    hints = get_type_hints(code, include_extras=True)
+    parameters = inspect.signature(code).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    try:
+        hints = get_type_hints(code, include_extras=True) if names else {}
+    except Exception as error:  # whatever evaluating annotations of the package raises
+        problem = f"its annotations cannot be resolved: {error}"
+        advice = "import what they name outside of TYPE_CHECKING"
+        raise UsageError(f"--loss {name}", problem, advice, code="options.loss") from error
     fields: dict[Any, list[str]] = {PerToken: [], PerRow: []}
-    for parameter in inspect.signature(code).parameters.values():
-        if parameter.kind is parameter.KEYWORD_ONLY:
-            if (hint := hints.get(parameter.name)) not in fields:
-                problem = f"expected {parameter.name} to be a runner.PerToken or runner.PerRow, found {hint}"
-                raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
-            fields[hint].append(parameter.name)
+    for parameter in names:
+        if (hint := hints.get(parameter)) not in fields:
+            problem = f"expected {parameter} to be a runner.PerToken or runner.PerRow, found {hint}"
+            raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
+        fields[hint].append(parameter)
     return Loss(function, RowForm(per_token=tuple(fields[PerToken]), per_row=tuple(fields[PerRow])), is_own=True)
 
 

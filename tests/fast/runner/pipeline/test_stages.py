@@ -209,6 +209,34 @@ def test_loss_whose_fields_are_not_to_be_read_is_refused(function: Any, monkeypa
     assert loss.form.per_row == ("reference",)
 
 
+class PairsModule(nn.Module):
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor, *, reference: PerRow) -> tuple[torch.Tensor, int]:
+        return reference.sum(), len(labels)
+
+
+def test_fields_of_a_loss_that_is_a_module_are_those_of_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = load(monkeypatch, PairsModule())
+    assert loss is not None
+    assert loss.form.per_row == ("reference",)
+
+
+def of_checkers(logits: Logits, labels: torch.Tensor) -> Any:  # type: ignore[name-defined]  # noqa: F821
+    return logits.sum(), len(labels)
+
+
+def of_checkers_with_fields(logits: Logits, labels: torch.Tensor, *, reference: PerRow) -> Any:  # type: ignore[name-defined]  # noqa: F821
+    return logits.sum(), len(labels)
+
+
+def test_annotations_for_type_checkers_alone_are_refused_only_where_a_loss_has_fields(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert load(monkeypatch, of_checkers) is not None
+    with pytest.raises(UsageError) as error:
+        load(monkeypatch, of_checkers_with_fields)
+    assert (error.value.code, error.value.where) == ("options.loss", "--loss pairs")
+
+
 # Nested outputs of stages as tensors, and back.
 
 
