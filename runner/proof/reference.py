@@ -22,7 +22,7 @@ from runner.data.sequences import Batch, build_batch
 from runner.models.routers import Router
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
-from runner.proof.stages import LENGTH, SelfChecked, largest_of, rms_of
+from runner.proof.stages import LENGTH, SelfChecked, largest_of, rms_of, run_loss
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
@@ -344,9 +344,7 @@ def _loss(whole: Any, rows: Rows, loss_function: Loss | None = None) -> torch.Te
     A loss of the run's own is that of the logits of all rows at once.
     """
     if loss_function is not None:
-        batch = rows.batch()
-        summed = loss_function(_logits(whole, rows), batch.labels, num_tokens=1, **batch.fields)
-        return summed / loss_function.take_count()
+        return run_loss(loss_function, _logits(whole, rows), rows.batch())
     if not rows.is_masked:
         texts = [text for (text,) in rows.documents]
         tokens, labels = (torch.stack([torch.nn.functional.pad(text, (0, LENGTH - len(text)), value=value)

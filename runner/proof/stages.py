@@ -23,12 +23,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from manifests.errors import ModelError, UserError
+from manifests.errors import ModelError, UsageError, UserError
 from runner.data.rows import IGNORED
 from runner.data.sequences import Batch
 from runner.models.family import BORROWED, Family, FamilyOutputError, row_inputs_of
 from runner.pipeline.chunk import StageChunk, build_chunks, cast, hf_constants, hf_pieces, materialize
 from runner.pipeline.heads import loss_of, loss_with_mtp
+from runner.pipeline.losses import Loss
 from runner.pipeline.microbatches import evaluating
 from runner.pipeline.stage_io import StageIO
 from runner.pipeline.stage_metadata import plan_stage_metadata
@@ -178,7 +179,7 @@ def errors_of_tiny(family: Family) -> Iterator[None]:
     """Run a block that builds or runs a tiny model of a family's config as a whole."""
     try:
         yield
-    except (FamilyOutputError, ModelError):
+    except (FamilyOutputError, ModelError, UsageError):
         raise
     except Exception as error:  # whatever a model raises of sizes that it was not made for
         raise ModelError(
@@ -187,6 +188,19 @@ def errors_of_tiny(family: Family) -> Iterator[None]:
             f"{ANYWAY}: compare the first losses with transformers'",
             code="model.no-self-check",
         ) from error
+
+
+def run_loss(loss: Loss, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of a batch; what the code of another package raises is an error of --loss."""
+    try:
+        summed = loss(logits, batch.labels, num_tokens=1, **batch.fields)
+    except Exception as error:
+        if not loss.is_own:
+            raise
+        problem = f"fails in the self-check, which has random tokens and fields: {describe(error)}"
+        hint = "fix the loss, which docs/own-data.md describes"
+        raise UsageError("--loss", problem, hint, code="options.loss") from error
+    return summed / loss.take_count()
 
 
 def _failed(family: SelfChecked, what: str) -> ModelError:
