@@ -51,7 +51,10 @@ class Loss:
         """Return a microbatch's contribution to the loss; see Note [Counts of a loss]."""
         summed, count = self._function(logits, labels, **fields)
         self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
-        if torch.is_grad_enabled() and not summed.requires_grad:  # a constant, as of rows without labels
+        if torch.is_grad_enabled() and logits.requires_grad and not summed.requires_grad:
+            if self._counts[-1] != 0 and (labels != IGNORED).any():
+                problem = "its sum does not depend on the weights, as if its logits had been detached"
+                raise UsageError("--loss", problem, "compute the sum from logits, with gradients", code="options.loss")
             summed = summed + logits[..., :0].sum()  # 0: all ranks run the backward, with gradients of zero
         return summed / num_tokens
 

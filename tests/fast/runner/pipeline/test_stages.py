@@ -160,6 +160,16 @@ def test_loss_that_is_a_constant_without_labels_has_gradients_of_zero(folder: Pa
     assert loss != 0
 
 
+def test_loss_of_detached_logits_is_refused() -> None:
+    detached = Loss(lambda logits, labels: (logits.detach().sum(), labels.numel()), RowForm(), is_own=True)
+    logits = torch.ones(1, 4, 8, requires_grad=True)
+    with pytest.raises(UsageError) as error:
+        detached(logits, torch.ones(1, 4, dtype=torch.long), num_tokens=4)
+    assert error.value.code == "options.loss"
+    with torch.no_grad():
+        assert detached(logits, torch.ones(1, 4, dtype=torch.long), num_tokens=4) == 8
+
+
 DATA = ("--data", "rows.jsonl", "--tokenized", "--loss", "pairs")
 
 
