@@ -185,6 +185,7 @@ def module_of(fqn: str, modules: Container[str]) -> str | None:
 
 _NAME = re.compile(r"[^.\s]+(\.[^.\s]+)*")  # words with dots between them
 _REQUIRED = ("inputs", "layers", "outputs")
+_BESIDE = ("inputs", "outputs", "spare")  # the modules that are not layers
 _OF_TENSORS = ("buffers", "ignored")  # the ends of names, which may begin with a dot
 
 
@@ -201,6 +202,7 @@ def description_problems(description: ModelDescription) -> Iterator[tuple[str, s
         if len(group) < 2 or any(times[fqn] > 1 for fqn in group):
             yield f"ties[{number}]", "expected two or more names, each once", False
     yield from _overlaps(description)
+    yield from _numbered(description)
 
 
 def _invalid_names(description: ModelDescription) -> Iterator[tuple[str, str, bool]]:
@@ -219,6 +221,14 @@ def _texts(place: str, value: object) -> Iterator[tuple[str, str]]:
     elif isinstance(value, tuple):
         for number, item in enumerate(value):
             yield from _texts(f"{place}[{number}]", item)
+
+
+def _numbered(description: ModelDescription) -> Iterator[tuple[str, str, bool]]:
+    for name in _BESIDE:
+        for number, module in enumerate(getattr(description, name)):
+            if is_layer(module):
+                problem = f"expected the name of the module around it: {module} would be counted as a layer"
+                yield f"{name}[{number}]", problem, False
 
 
 def _overlaps(description: ModelDescription) -> Iterator[tuple[str, str, bool]]:

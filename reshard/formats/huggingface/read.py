@@ -328,7 +328,7 @@ def guess_description(config: Mapping[str, object], names: Collection[str]) -> G
         _line("count", count or "num_hidden_layers") + ("" if count else "  # the field of config.json that says it"),
         _line("width", next((name for name in _WIDTHS if type(config.get(name)) is int), "hidden_size")),
     ]
-    embedding = next((name for name in names if name.rpartition(".")[0] in inputs and _EMBEDDING.search(name)), None)
+    embedding = next((name for name in names if _owner_of(name) in inputs and _EMBEDDING.search(name)), None)
     if embedding is not None and not any(map(_HEAD.search, outputs)):
         lines[2] = _line("outputs", [*outputs, "lm_head"]) + "  # lm_head is not stored: tied"
         lines += [_line("ties", [[embedding, "lm_head.weight"]]), "tied = true"]
@@ -354,8 +354,16 @@ def _modules_outside(names: Collection[str], layers: str, lists: Collection[str]
         if name.startswith(f"{layers}."):
             continue
         around = next((other for other in others if name.startswith(other)), None)
-        modules.setdefault(around.removesuffix(".") if around else name.rpartition(".")[0] or name)
+        modules.setdefault(around.removesuffix(".") if around else _owner_of(name))
     return [module for module in modules if not any(module.startswith(f"{other}.") for other in modules)]
+
+
+def _owner_of(name: str) -> str:
+    """Return the module that owns a tensor, or the one around it whose name does not end in a number, as a layer's."""
+    words = name.split(".")[:-1]
+    while words and _NUMBER.fullmatch(words[-1]):
+        words.pop()
+    return ".".join(words) or name
 
 
 def _line(key: str, value: object) -> str:

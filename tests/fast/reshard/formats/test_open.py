@@ -105,6 +105,7 @@ GUESSED = (
     (lambda tensors: tensors, {"tie_word_embeddings": True}),
     (lambda tensors: renamed(tensors, ("model.", "net."), ("layers.", "blocks."), ("embed_tokens", "wte")),
      {"num_hidden_layers": None, "depth": 4, "hidden_size": None, "d_model": 16}),
+    (lambda tensors: renamed({**tensors, "head.0.weight": tensors[HEAD]}, (HEAD, "head.2.weight")), {}),
 )  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def test_number_of_thousands_of_digits_in_a_name_is_no_layer(tmp_path: Path) -> 
     assert 'layers = "model.layers"  # 3 layers' in refused.text
 
 
-@pytest.mark.parametrize(("change", "config"), GUESSED, ids=["tied", "renamed"])
+@pytest.mark.parametrize(("change", "config"), GUESSED, ids=["tied", "renamed", "head of modules"])
 def test_refusal_of_an_unknown_architecture_has_a_file_that_packs_it(
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     config: dict[str, Any],
@@ -160,6 +161,7 @@ INVALID = (
     ({"outputs": ["model.norm", "model.norm"]}, "model.overlapping-modules", "outputs[1]"),
     ({"outputs": ["model.layers.3", "lm_head"]}, "model.overlapping-modules", "outputs[0]"),
     ({"inputs": ["model"]}, "model.overlapping-modules", "layers[0]"),
+    ({"outputs": ["model.norm", "head.0"]}, "model.invalid-field", "outputs[1]"),
 )  # fmt: skip
 
 
