@@ -4,7 +4,7 @@
 Slurm sends `--signal`, and the SIGTERM of a preemption, to the ranks and not to the supervisor. Ranks and agents that
 have not started yet are killed by it and leave no `state.json`. When the agent of one node is killed, srun stops the
 others with SIGTERM, and its exit code, the highest, is the same. Both are requeued; the second time in a row without a
-newer checkpoint ends the job, unless Slurm preempts or ends it. With `--restarts` alone both count as a lost rank.
+new checkpoint ends the job, unless Slurm preempts or ends it. With `--restarts` alone both count as a lost rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _ASKED = (INTERRUPTED, 128 + signal.SIGUSR2, 128 + signal.SIGTERM)  # exit codes
 class AttemptEnd:
     """What is known at the end of an attempt.
 
-    `newest_step` and `shown` are called only where the decision depends on them: a disk or Slurm may be slow to answer.
+    `newest_step`, `has_saved` and `shown` are called only where the decision depends on them: a disk or Slurm may be
+    slow to answer.
     """
 
     code: int  # the highest exit code
@@ -33,8 +34,9 @@ class AttemptEnd:
     restarts: int  # --restarts
     requeue: bool  # --requeue
     is_signalled: bool  # the supervisor itself was asked to stop
-    step_before: int | None  # of the newest checkpoint when the attempt started; 0: there was none; None: unknown
-    newest_step: Callable[[], int | None]  # the same, now
+    newest_step: Callable[[], int | None]  # of the newest checkpoint; 0: there is none; None: unknown
+    # Whether the attempt wrote a checkpoint, of whatever step: the newest may be damaged. True if that is unknown.
+    has_saved: Callable[[], bool]
     shown: Callable[[], str]  # what `scontrol show job` prints; nothing where Slurm does not answer
     former: RunState | None = None  # what state.json contained before the job's first attempt
     num_requeues: int = 0  # how often Slurm has requeued the job
@@ -99,7 +101,7 @@ def may_requeue(shown: str) -> bool:
 def _decide_after_loss(end: AttemptEnd) -> Decision:
     """Restart after a lost rank, while restarts are left and checkpoints advance."""
     step = end.newest_step()
-    if end.attempt and end.step_before is not None and step is not None and step <= end.step_before:
+    if end.attempt and not end.has_saved():
         why = f"no checkpoint since the last restart, from step {step}: a restart would fail the same way"
         return GiveUp(code=end.code, why=why)
     if end.attempt < end.restarts:
@@ -114,7 +116,7 @@ def _decide_without_state(end: AttemptEnd) -> Decision:
     """Requeue a job that was stopped before its ranks could write why, see Note [Stopped without state.json]."""
     step = end.newest_step()
     state = RunState(step=step or 0, ended="stopped", code=INTERRUPTED)
-    if end.num_requeues > 0 and step is not None and end.former == state:
+    if end.num_requeues > 0 and end.former == state and not end.has_saved():
         shown = end.shown()
         if "JobState=RUNNING" in shown and not _is_preempted(shown):
             why = f"stopped twice in a row without a state.json, and without a checkpoint after step {step}"

@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from types import FrameType
 
 from manifests.command.console import open_streams
@@ -23,6 +25,7 @@ from manifests.command.interpreter import leave_out_working_folder, module_comma
 from manifests.command.schedulers import run_slurm
 from manifests.command.signals import INTERRUPTED
 from manifests.errors import RankError, UnreachableError, UserError
+from manifests.invariants import MANIFEST_NAME
 from runner.checkpoint.history import find_checkpoints, step_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.launch.decide import AttemptEnd, Exit, GiveUp, Requeue, Restart, decide, may_requeue
@@ -133,7 +136,7 @@ class _Supervisor:
         self._put_on_record()
         former, attempt = read_state(self._options.log_dir), 0
         while True:
-            before = self._newest_step()
+            before = self._checkpoints()
             code, state = self._attempt(attempt)
             action = decide(
                 AttemptEnd(
@@ -143,8 +146,8 @@ class _Supervisor:
                     restarts=restarts,
                     requeue=requeue,
                     is_signalled=self._is_signalled,
-                    step_before=before,
                     newest_step=self._newest_step,
+                    has_saved=partial(self._has_saved, before),
                     shown=self._shown,
                     former=former,
                     num_requeues=self._num_requeues,
@@ -253,15 +256,25 @@ class _Supervisor:
             raise RankError("scontrol", "names no node of this job", code="launch.scheduler-failed")
         return names[0]
 
-    def _newest_step(self) -> int | None:
-        """Return the step of the newest checkpoint, 0 before there is one; None where they cannot be listed now."""
+    def _checkpoints(self) -> Mapping[Path, int] | None:
+        """Return when each checkpoint was written, the one with the most steps first; None: cannot be listed now."""
         history = self._options.history
         try:
             past = find_checkpoints(history) if history else ()
-        except UnreachableError as error:
+            return {path: (path / MANIFEST_NAME).stat().st_mtime_ns for path in past}
+        except (UnreachableError, OSError) as error:
             logger.error("note: %s", error)
             return None
-        return (step_of(past[0]) or 0) if past else 0
+
+    def _newest_step(self) -> int | None:
+        """Return the step of the newest checkpoint, 0 before there is one; None where they cannot be listed now."""
+        checkpoints = self._checkpoints()
+        return None if checkpoints is None else next((step_of(path) or 0 for path in checkpoints), 0)
+
+    def _has_saved(self, before: Mapping[Path, int] | None) -> bool:
+        """Whether a checkpoint was written since they were listed as `before`, or they cannot be listed."""
+        checkpoints = self._checkpoints()
+        return before is None or checkpoints is None or not checkpoints.items() <= before.items()
 
     def _shown(self) -> str:
         """Return what Slurm shows of this job; nothing where it does not answer."""

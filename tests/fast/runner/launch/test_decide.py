@@ -37,11 +37,12 @@ def end(**changes: object) -> AttemptEnd:
         restarts=3,
         requeue=False,
         is_signalled=False,
-        step_before=4,
         newest_step=unused,  # type: ignore[arg-type]
+        has_saved=unused,  # type: ignore[arg-type]
         shown=unused,
     )
-    return replace(lost, **{name: (lambda found=value: found) if name in ("newest_step", "shown") else value
+    asked = ("newest_step", "has_saved", "shown")
+    return replace(lost, **{name: (lambda found=value: found) if name in asked else value
                             for name, value in changes.items()})  # type: ignore[arg-type]  # fmt: skip
 
 
@@ -70,33 +71,36 @@ TABLE = {
     "silent again after another end": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1,
                                            former=left("done")), Requeue(state=SILENT)),
     "silent twice": (
-        end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT, shown=RUNNING),
+        end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT, has_saved=False,
+            shown=RUNNING),
         GiveUp(code=INTERRUPTED, why=""),
     ),
     "silent twice, preempted": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT,
-                                    shown=PREEMPTED), Requeue(state=SILENT)),
+                                    has_saved=False, shown=PREEMPTED), Requeue(state=SILENT)),
     "silent twice, Slurm does not answer": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1,
-                                                former=SILENT, shown=""), Requeue(state=SILENT)),
+                                                former=SILENT, has_saved=False, shown=""), Requeue(state=SILENT)),
     "silent twice, cancelled": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1, former=SILENT,
-                                    shown=CANCELLED), Requeue(state=SILENT)),
+                                    has_saved=False, shown=CANCELLED), Requeue(state=SILENT)),
     "silent twice with a checkpoint between": (end(code=TERMINATED, requeue=True, newest_step=5, num_requeues=1,
                                                    former=SILENT), Requeue(state=replace(SILENT, step=5))),
+    "silent twice, an earlier checkpoint between": (end(code=TERMINATED, requeue=True, newest_step=4, num_requeues=1,
+                                                        former=SILENT, has_saved=True), Requeue(state=SILENT)),
     "silent twice, checkpoints unknown": (end(code=TERMINATED, requeue=True, newest_step=None, num_requeues=1,
                                               former=SILENT), Requeue(state=replace(SILENT, step=0))),
     "lost a rank": (end(newest_step=4), Restart(step=4)),
     "lost a rank, to be restarted before it is requeued": (end(newest_step=4, requeue=True), Restart(step=4)),
     "lost a rank, failure written": (end(state=left("failed", LOST), newest_step=4), Restart(step=4)),
-    "lost a rank, checkpoints unknown": (end(attempt=1, newest_step=None), Restart(step=None)),
-    "lost another after a checkpoint": (end(attempt=1, newest_step=5), Restart(step=5)),
-    "lost another, checkpoints were unknown": (end(attempt=1, newest_step=4, step_before=None), Restart(step=4)),
+    "lost a rank, checkpoints unknown": (end(attempt=1, newest_step=None, has_saved=True), Restart(step=None)),
+    "lost another after a checkpoint": (end(attempt=1, newest_step=5, has_saved=True), Restart(step=5)),
+    "lost another after an earlier checkpoint": (end(attempt=1, newest_step=4, has_saved=True), Restart(step=4)),
     "lost another without a checkpoint": (
-        end(attempt=1, newest_step=4),
+        end(attempt=1, newest_step=4, has_saved=False),
         GiveUp(code=LOST, why=""),
     ),
-    "lost the last": (end(attempt=3, newest_step=5),
+    "lost the last": (end(attempt=3, newest_step=5, has_saved=True),
                       GiveUp(code=LOST, why="")),
     "lost the last, checkpoints unknown": (
-        end(attempt=3, newest_step=None),
+        end(attempt=3, newest_step=None, has_saved=True),
         GiveUp(code=LOST, why=""),
     ),
     "lost a rank, never to be restarted": (end(restarts=0, newest_step=4), Exit(code=LOST)),

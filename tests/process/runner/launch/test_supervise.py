@@ -170,6 +170,17 @@ def test_restart_that_leaves_no_newer_checkpoint_is_the_last_one(tmp_path: Path)
     assert [found[1] for found in map(RESTART.match, ended.said.splitlines()) if found] == ["1"]
 
 
+def test_checkpoints_before_a_damaged_newest_one_or_in_its_place_let_the_job_restart(tmp_path: Path) -> None:
+    damaged = tmp_path / "saved" / "step-000009" / "manifest.json"
+    damaged.parent.mkdir(parents=True)
+    damaged.touch()
+    replaces = "mv {place}/saved/step-000009 {place}/saved/step-000009.set-aside-1; mkdir {place}/saved/step-000009; "
+    replaces += "echo >> {place}/saved/step-000009/manifest.json; "
+    saves = f"case $attempt in 3) {replaces};; 4) ;; *) {SAVES};; esac; "
+    ended = supervise(tmp_path, saves + LOSES, "--restarts", "5")
+    assert (ended.code, len(ended.attempts)) == (LOST, 4)
+
+
 @pytest.mark.parametrize("flags", [(), ("--requeue",)])
 def test_job_that_was_stopped_at_a_signal_is_queued_again_if_asked(tmp_path: Path, flags: tuple[str, ...]) -> None:
     ended = supervise(tmp_path, STOPS, "--restarts", "5", *flags)
