@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -20,6 +21,7 @@ from manifests.safetensors import Header, read_header
 from manifests.schema import Manifest, Shard
 
 _MAX_SMALL_NBYTES = 1 << 30
+_STEP = re.compile(r"step-\d{6,18}")
 _UNFINISHED = "the output is unfinished or not packed; pack a model with reshard pack SOURCE --layout SPEC --out DIR"
 _DAMAGED = "the shard was changed or removed after it was written; copy or write the checkpoint again"
 
@@ -75,9 +77,12 @@ def no_manifest(where: str, path: Path | None = None) -> InputError:
 
 
 def newest_below(folder: Path) -> Path | None:
-    """Return the last of the checkpoints in a folder, whose names get longer as the step number grows."""
-    below = (file.parent for file in folder.glob(f"*/{MANIFEST_NAME}"))
-    return max(below, key=lambda at: (len(at.name), at.name), default=None)
+    """Return the last of the checkpoints in a folder, whose names get longer as the step number grows.
+
+    Hidden folders are unfinished or removed ones. A folder not named after a step is returned only if none is.
+    """
+    below = (file.parent for file in folder.glob(f"*/{MANIFEST_NAME}") if not file.parent.name.startswith("."))
+    return max(below, key=lambda at: (bool(_STEP.fullmatch(at.name)), len(at.name), at.name), default=None)
 
 
 def open_shard(folder: Path, shard: Shard) -> Header:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,8 @@ def test_folder_of_checkpoints_is_refused_with_the_newest(verb: str, tmp_path: P
     write_model(tmp_path / "source")
     for step in ("step-000009", "step-000010", "step-1000000"):
         run("pack", tmp_path / "source", "--layout", "pp=2", "--out", tmp_path / "checkpoints" / step)
+    for left in ("step-000009.set-aside-1", ".step-000010.removed"):
+        shutil.copytree(tmp_path / "checkpoints" / "step-000010", tmp_path / "checkpoints" / left)
     out = ("--out", tmp_path / "out")
     flags = {"pack": ("--layout", "pp=2", *out), "export": ("--to", "hf", *out)}
     error = reshard(verb, tmp_path / "checkpoints", *flags.get(verb, ()), "--json").json["error"]
