@@ -13,7 +13,7 @@ from manifests.invariants import SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.models.adapters import LORA_A, has_adapters
 from manifests.optimizer_state import stored_kinds
-from manifests.schema import WEIGHTS, Holds, Manifest, Stage, TieGroup
+from manifests.schema import MODEL_CARD_NAME, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from manifests.trained import RUN_FILES
 from reshard.checks.compare import (
     check_index,
@@ -323,7 +323,10 @@ def _check_files(manifest: Manifest, folder: Folder, findings: Findings) -> None
 
 
 def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findings: Findings) -> None:
-    """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own."""
+    """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own.
+
+    A model card may differ: people edit it.
+    """
     digests = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
     expected = {
         auxiliary.path: (auxiliary.digest or check_whole(auxiliary.file)) if auxiliary.path in digests else ""
@@ -332,7 +335,7 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
     comparison = compare(expected, digests)
     for path in (path for path in comparison.unexpected if path not in RUN_FILES):
         findings.add(f"{folder}/{path}", f"is not in {source.location}")
-    for path in comparison.different:
+    for path in (path for path in comparison.different if path != MODEL_CARD_NAME):
         findings.add(f"{folder}/{path}", f"expected {expected[path]} ({source.location}), found {digests[path]}")
     for path in sorted(comparison.missing):
         findings.add(f"{folder}/{path}", f"is in {source.location}, but not in the manifest")

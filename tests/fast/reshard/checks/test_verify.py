@@ -241,6 +241,15 @@ def test_auxiliary_files_are_compared_with_the_sources(change: str, out: Path) -
     assert [found["where"] for found in ended.json["differences"]] == [str(out / file.name)]
 
 
+def test_model_card_may_differ_from_the_sources(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_model(source, llama_config())
+    (source / "README.md").write_text("# One\n")
+    pack(source, tmp_path / "out")
+    (source / "README.md").write_text("# Two\n")
+    assert reshard("verify", tmp_path / "out", "--against", source).code == 0
+
+
 # What is compared of what is stored: each tensor that can be read, and each name once.
 
 
