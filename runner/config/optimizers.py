@@ -14,6 +14,7 @@ from manifests.models import ModelShape
 from manifests.optimizer_groups import (
     ADAMS,
     ELEMENTWISE,
+    LEAST_EPS,
     MOMENTUM,
     PRESETS,
     GroupDefaults,
@@ -57,6 +58,20 @@ def check_flags(stored: OptimizerState, given: Iterable[str], shape: ModelShape)
         problem = "is an option of the checkpoint's parameter groups, which --optimizer changes"
         hint = "pass --optimizer too, or leave the flag out"
         raise UsageError("--" + flags[0].replace("_", "-"), problem, hint, code="options.optimizer")
+
+
+def check_eps(stored: OptimizerState | None, optim: OptimOptions, given: Iterable[str], where: str) -> None:
+    """Refuse a checkpoint's `eps` that no run trains with, as other trainers write, unless flags replace it."""
+    if stored is None:
+        return
+    if is_flagged(stored):
+        groups, flag = () if "eps" in given else stored.groups[:1], "--eps"
+    else:
+        groups, flag = () if optim.optimizer is not None else stored.groups, "--optimizer"
+    for group in groups:
+        if algorithm_of(group, stored.name) in ADAMS and group.eps < LEAST_EPS:
+            problem = f"has parameters that were trained with an eps of {group.eps:g}, expected at least {LEAST_EPS}"
+            raise CheckpointError(where, problem, f"pass {flag} to train on with another", code="resume.small-eps")
 
 
 def check_flags_are_used(plan: OptimizerState, given: Iterable[str], optimizer: str | None) -> None:

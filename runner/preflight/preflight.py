@@ -29,7 +29,7 @@ from runner.checkpoint.resume import Origin, check_fits, check_state_of_all, fin
 from runner.config.entry_points import find_entry_point
 from runner.config.flags import Device, TrainOptions, flag_of, recall
 from runner.config.loss import LOSSES, LossOptions
-from runner.config.optimizers import optimizer_of
+from runner.config.optimizers import check_eps, optimizer_of
 from runner.config.parallel_dims import ParallelDims, check_float32
 from runner.config.schema import DATASETS, SYNTHETIC, BatchOptions, DataOptions
 from runner.config.trained import check_trained
@@ -129,6 +129,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         check_adapters(origin, options, training)
         check_state_of_all(origin, options, training)
         if training is not None:
+            check_eps(training.optimizer, options.optim, options.given, origin.where)
             options = recall(options, remembered(training))
         _check_step(launched, options, degrees)
         check_balance(launched, options)

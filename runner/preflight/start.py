@@ -10,6 +10,7 @@ from manifests.schema import TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, check_fits, override_notes, remembered, resumed_state, schedule_notes
 from runner.config.flags import TrainOptions, recall
+from runner.config.optimizers import check_eps
 from runner.preflight.combinations import check_balance, expert_notes, mtp_notes
 from runner.preflight.preflight import notes
 from runner.rundir.records import read_run_record
@@ -36,6 +37,7 @@ def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> S
     lines += tuple(f"{name} is not listed in {launched.where}, so it is not verified" for name in launched.unnamed)
     training, given_options = resumed_state(origin, options.resume, is_launched=is_launched), options
     if training is not None:
+        check_eps(training.optimizer, options.optim, options.given, origin.where)
         lines += override_notes(options, training)
         options = recall(options, remembered(training))
         lines += schedule_notes(options, training)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from manifests.errors import InputError, UserError
+from manifests.errors import CheckpointError, InputError, UserError
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.resume import Origin, remembered
 from runner.commands import cli
@@ -21,10 +21,10 @@ from runner.preflight.combinations import balance_flags, check_balance, expert_n
 from runner.preflight.preflight import check_length, is_less_than_a_step, notes
 from runner.preflight.start import read_start
 from runner.rundir.records import write_run_record
-from tests.builders import edit_manifest, llama_config, pack, without_file, write_model
+from tests.builders import HEAD, edit_manifest, llama_config, pack, without_file, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.runner.models.decoders import save_decoder
-from tests.fast.trained import write_trained
+from tests.fast.trained import STATE, write_trained
 
 Wording = Callable[[str], None]
 
@@ -276,6 +276,26 @@ def test_a_weight_of_mtp_layers_that_the_launch_before_had_is_missed(
     start = read_start(open_packed(place / "packed"), Origin(place / "trained"), parse_training([*words, *flags]))
     said = [re.findall(r"[0-9]\.[0-9]+", note) for note in start.notes if "--mtp-loss-weight" in note]
     assert said == ([] if noted is None else [[str(noted), "0.1"]])
+
+
+@pytest.mark.parametrize("is_flagged", [True, False], ids=["AdamW", "groups"])
+def test_eps_of_a_checkpoint_that_no_run_trains_with_is_refused_by_its_name(
+    place: Path, tmp_path: Path, is_flagged: bool
+) -> None:
+    trained = shutil.copytree(place / "trained", tmp_path / "trained")
+    group = {**STATE["optimizer"]["groups"][0], "eps": 0.0}
+    groups = [group] if is_flagged else [{**group, "beta1": 0.5, "eps": 1e-8, "fqns": [HEAD]}, group]
+    edit_manifest(trained, lambda document: document["training"]["optimizer"].update(groups=groups))
+    words = ["--data", "synthetic", "--steps", "70", "--resume", str(trained), "--log-dir", str(tmp_path)]
+    launched, origin = open_packed(place / "packed"), Origin(trained)
+    with pytest.raises(CheckpointError) as error:
+        read_start(launched, origin, parse_training(words))
+    assert (error.value.code, error.value.where) == ("resume.small-eps", f"{trained}/manifest.json")
+    flag = ["--eps", "1e-8"] if is_flagged else ["--optimizer", "adamw"]
+    assert flag[0] in error.value.hint
+    start = read_start(launched, origin, parse_training([*words, *flag]))
+    assert start.options.optim.plan is not None
+    assert {group.eps for group in start.options.optim.plan.groups} == {1e-8}
 
 
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
