@@ -82,6 +82,16 @@ class MatricesAlone(Signs):
         return momentum.sign()
 
 
+class MatricesWithNorms(MatricesAlone):
+    """Keep the norm of each matrix's momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for state in self.state.values():
+            state["norm"] = state["velocity"].norm()
+
+
 class Renamed(Signs):
     """Keep state by a name that no file can have."""
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from math import prod
 from types import ModuleType
 from typing import Any
 
@@ -68,6 +69,11 @@ class Algorithm:
         if len(shape) not in self.num_dims and not takes_others:
             counts = " or ".join(map(str, sorted(self.num_dims)))
             problem = f"expected {counts} dimensions: {self.name} trains no other tensors; found {list(shape)}"
+            hint = "put it in another group with --optimizer FILE"
+            raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
+        scalar = next((kind.name for kind in self.kinds if kind.shape == "scalar"), None)
+        if scalar and len(shape) not in self.num_dims and prod(shape[:-2]) > 1:
+            problem = f"is a stack of matrices, and {self.name} has a {scalar} of each: no checkpoint can have several"
             hint = "put it in another group with --optimizer FILE"
             raise UsageError(f"--optimizer: {fqn}", problem, hint, code="options.optimizer-pattern")
 

@@ -236,6 +236,15 @@ def test_class_of_another_package_needs_whole_tensors_unless_it_says_otherwise(t
         assert [kind.name for kind in kinds_of(plan)] == ["velocity"]
 
 
+def test_stack_of_matrices_is_refused_where_the_class_has_a_number_for_each() -> None:
+    options = OptimOptions(optimizer="tests.toy_optimizers.MatricesWithNorms")
+    (algorithm,) = algorithms_of(optimizer_of(options, shape_of()))
+    algorithm.check_takes("experts", (8, 8))
+    with pytest.raises(UserError) as error:
+        algorithm.check_takes("experts", (4, 8, 8))
+    assert error.value.code == "options.optimizer-pattern"
+
+
 def test_class_of_torch_that_a_checkpoint_names_is_refused_if_it_cannot_be_used() -> None:
     stored = plan_of("--optimizer", "torch.optim.Adagrad")
     for name in ("LBFGS", "SparseAdam"):
