@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from manifests.digest import digest_pieces
 from manifests.errors import DataError
 from runner.config.entry_points import load_entry_point
 from runner.config.schema import DATASETS, BatchOptions, DataOptions
@@ -48,16 +49,16 @@ class SharedCounts:
     def __init__(self, exchange: Exchange | None) -> None:
         self._exchange, self._is_stopped = exchange, threading.Event()
 
-    def gather(self, rank: int, counts: tuple[int, ...], state: str) -> tuple[int, ...]:
-        """Return the sums of counts over all ranks; those with the same rows count once."""
+    def gather(self, rank: int, counts: tuple[int, ...], digest: str, state: str) -> tuple[int, ...]:
+        """Return the sums of counts over all ranks; those with the same rows, of one digest, count once."""
         if self._exchange is None:
             return counts
-        shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, counts, state))
+        shares = self._exchange.gather(None if self._is_stopped.is_set() else (rank, counts, digest, state))
         counted = [share for share in shares if share is not None]
         if len(counted) < len(shares):
             raise StoppedReading
-        by_rank = {rank: counts_there for rank, counts_there, _ in counted}
-        if len({state for _, _, state in counted}) > 1 or len({share[:2] for share in counted}) > len(by_rank):
+        by_rank = {rank: counts_there for rank, counts_there, *_ in counted}
+        if len({state for *_, state in counted}) > 1 or len({share[:3] for share in counted}) > len(by_rank):
             problem = "ranks have other states, or other rows where they share them, after the same batch"
             hint = "a state depends on no rank, and ranks with one request.rank read the same rows"
             raise DataError("--data-class", problem, hint, code="data.differs-between-ranks")
@@ -107,6 +108,7 @@ def read_dataset(
         samples = [RowSample(ids=parsed_row.encode(), is_masked=row.is_masked) for parsed_row in parsed]
         local = build_batch(samples, batch.seq_len, 0, form=row)
         counts_here = sum(sample.num_tokens for sample in samples), sum(sample.num_documents for sample in samples)
-        num_tokens, num_documents = counts.gather(rows.number, counts_here, text)
+        digest = digest_pieces(sample.ids.tobytes() for sample in samples)  # of labels, positions and fields, too
+        num_tokens, num_documents = counts.gather(rows.number, counts_here, digest, text)
         yield replace(local, num_tokens=max(1, num_tokens), num_documents=num_documents, state=text)
     raise DataError(where, "has ended before --steps", "start over in it, or lower --steps", code="data.dataset")

@@ -246,6 +246,7 @@ def read(
     exchange: Any = None,
     *,
     of: Rows = WHOLE_BATCH,
+    form: RowForm | None = None,
     **options: Any,
 ) -> Batch:
     class Own:
@@ -257,7 +258,7 @@ def read(
     monkeypatch.setattr(own, "load_entry_point", lambda *names: Own)
     data = DataOptions(sources=("x",), dataset="own", **options)
     counts = SharedCounts(exchange)
-    return next(read_dataset(data, OWN_BATCH, None, of, None, counts, folder=Path(), vocab_size=50))
+    return next(read_dataset(data, OWN_BATCH, form, of, None, counts, folder=Path(), vocab_size=50))
 
 
 @pytest.mark.parametrize("state", [{"a": [1, 0.5]}, 0, "x", []])
@@ -296,6 +297,26 @@ def test_labels_and_documents_of_a_batch_are_those_of_all_ranks(monkeypatch: pyt
     exchange = SimpleNamespace(gather=lambda share: [share, share, *2 * [(1, *share[1:])]])
     batch = read(monkeypatch, [row], 1, exchange, of=Rows(number=0, count=2), document_mask=True)
     assert (len(batch.tokens), batch.num_tokens, batch.num_documents) == (1, 2 * 2, 2 * 2)
+
+
+FIELDS = RowForm(per_token=("a",))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"input_ids": [4, 5, 6]}, {"labels": [1, 3, 2]}, {"document_ids": [0, 1, 1]}, {"a": [1, 2, 4]}],
+)
+def test_ranks_of_one_replica_with_other_rows_are_refused(
+    other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "document_ids": [0, 0, 1], "a": [1, 2, 3]}
+    shares: list[Any] = []
+    exchange = SimpleNamespace(gather=lambda share: shares.append(share) or shares)
+    first = read(monkeypatch, [row, row], 1, exchange, form=FIELDS, document_mask=True)
+    assert first.num_tokens == 2
+    with pytest.raises(DataError) as error:
+        read(monkeypatch, [row, {**row, **other}], 1, exchange, form=FIELDS, document_mask=True)
+    assert error.value.code == "data.differs-between-ranks"
 
 
 def test_checkpoint_without_the_state_of_the_dataset_is_refused(tmp_path: Path) -> None:
