@@ -109,6 +109,6 @@ def read_dataset(
         local = build_batch(samples, batch.seq_len, 0, form=row)
         counts_here = sum(sample.num_tokens for sample in samples), sum(sample.num_documents for sample in samples)
         digest = digest_pieces(sample.ids.tobytes() for sample in samples)  # of labels, positions and fields, too
-        num_tokens, num_documents = counts.gather(rows.number, counts_here, digest, text)
+        num_tokens, num_documents = counts.gather(rows.number, counts_here, digest, json.dumps(after, sort_keys=True))
         yield replace(local, num_tokens=max(1, num_tokens), num_documents=num_documents, state=text)
     raise DataError(where, "has ended before --steps", "start over in it, or lower --steps", code="data.dataset")

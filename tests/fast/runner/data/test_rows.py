@@ -319,6 +319,16 @@ def test_ranks_of_one_replica_with_other_rows_are_refused(
     assert error.value.code == "data.differs-between-ranks"
 
 
+def test_states_that_differ_in_the_order_of_keys_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[Any] = []
+    exchange = SimpleNamespace(gather=lambda share: shares.append(share) or shares)
+    first, second = (
+        read(monkeypatch, [ROW, ROW], state, exchange).state for state in ({"b": 2, "a": 1}, {"a": 1, "b": 2})
+    )
+    assert first == '{"b": 2, "a": 1}'
+    assert second == '{"a": 1, "b": 2}'
+
+
 def test_checkpoint_without_the_state_of_the_dataset_is_refused(tmp_path: Path) -> None:
     packed = SimpleNamespace(root=tmp_path, manifest=SimpleNamespace(files=()))
     with pytest.raises(CheckpointError) as error:
