@@ -211,16 +211,17 @@ def _whole_numbers(
         return default
     kinds = (int, bool) if name in (_MASK, _ATTENTION) else (int,)
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        raise ValueError(f"expected a list of whole numbers in field {name!r}, found {_kind_of(values)}")
+        raise ValueError(f"expected a list of whole numbers in field {name!r}, found {_first_other(values, kinds)}")
     if length is not None and len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
     return values
 
 
 def _floats(record: Mapping[str, Any], name: str, length: int) -> list[float]:
-    values = record.get(name)
-    if not isinstance(values, list) or any(type(value) not in (int, float, bool) for value in values):
-        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {_kind_of(values)}")
+    values, kinds = record.get(name), (int, float, bool)
+    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+        found = _first_other(values, kinds)
+        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {found}")
     if len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
     if not all(abs(value) <= _LARGEST for value in values):
@@ -228,7 +229,14 @@ def _floats(record: Mapping[str, Any], name: str, length: int) -> list[float]:
     return [float(value) for value in values]
 
 
-def _kind_of(values: object) -> str:
+def _first_other(values: object, kinds: tuple[type, ...]) -> str:
+    """Name the first element that is of none of these kinds, or what is in place of the list."""
+    return _kind_of(next(value for value in values if type(value) not in kinds) if isinstance(values, list) else values)
+
+
+def _kind_of(value: object) -> str:
     """Name a value of JSON, or the type of what a dataset of a package's own has in its place."""
-    is_of_json = isinstance(values, (dict, list, str, int, float)) or values is None
-    return kind_of(values) if is_of_json else f"a {type(values).__name__}"
+    if type(value) is float:
+        return "a floating-point number"
+    is_of_json = type(value) in (dict, list, str, int, bool) or value is None
+    return kind_of(value) if is_of_json else f"a {type(value).__name__}"

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -84,6 +85,27 @@ def test_fields_of_the_loss_are_finite_numbers(value: object) -> None:
         with pytest.raises(BadDocumentError) as error:
             parse_row({"input_ids": [1, 2], "a": field}, form, str)
         assert error.value.code == "data.bad-row"
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({}, "null"),
+        ({"one": "1"}, "a string"),
+        ({"one": [1]}, "a list"),
+        ({"one": np.float64(1)}, "a float64"),
+        ({"one": 1, "each": [1, None]}, "null"),
+        ({"one": 1, "each": [1, "1"]}, "a string"),
+        ({"input_ids": [1, 0.5]}, "a floating-point number"),
+        ({"input_ids": [1, True]}, "true or false"),
+        ({"labels": [None, 1]}, "null"),
+    ],
+)
+def test_first_value_that_is_no_number_is_named(record: Mapping[str, Any], kind: str) -> None:
+    form = RowForm(per_token=("each",), per_row=("one",))
+    with pytest.raises(BadDocumentError) as error:
+        parse_row({"input_ids": [1, 2], "each": [1, 2], **record}, form, str)
+    assert error.value.problem.endswith(f", found {kind}")
 
 
 def test_rows_without_labels_are_evaluated_by_own_losses(tmp_path: Path) -> None:
