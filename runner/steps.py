@@ -145,7 +145,7 @@ class _Steps:
         with errors_of_rank(self.ready.mesh.rank, ReadError), self.watchdog.waiting_for(reader.thread_id):
             batch, waited_s = reader.take()
         self.ready.engine.clock.note_data(waited_s)
-        if batch.cursor is not None:
+        if batch.cursor is not None and self.ready.options.data.skip_bad_documents:  # else they are not counted
             self.feed.num_skipped = batch.cursor.num_skipped
         self.feed.state = batch.state
         return batch

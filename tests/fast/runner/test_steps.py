@@ -6,9 +6,10 @@ import builtins
 import json
 import threading
 import time
+from array import array
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,9 @@ from manifests.placement import Placement
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
 from runner.config.flags import parse_training
+from runner.data.mixture import Cursor
+from runner.data.packing import Sample
+from runner.data.sequences import build_batch
 from runner.distributed.watchdog import Watchdog
 from runner.distributed.world import World
 from runner.metrics.metrics import Metrics
@@ -86,6 +90,24 @@ def test_disk_of_data_that_does_not_answer_is_not_waited_for(tmp_path: Path, mon
         _open_feed(ready)
     assert (caught.value.code, answered.is_set()) == ("store.stalled", False)
     answered.set()
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], 3), (["--skip-bad-documents"], 5)])
+def test_documents_skipped_before_are_still_counted_by_a_run_that_skips_none(
+    flags: list[str], expected: int, tmp_path: Path
+) -> None:
+    cursor = Cursor(num_documents=0, num_tokens=0, sources=(), num_skipped=5 if flags else 0)
+    batch = build_batch([Sample(ids=array("i", [1, 2]), cursor=cursor)], 2, 0)
+    options = parse_training(["--data", "a.txt", *flags])
+    reader: Any = SimpleNamespace(take=lambda: (batch, 0.0), thread_id=threading.get_ident())
+    clock = SimpleNamespace(note_data=lambda waited_s: None)
+    ready: Any = SimpleNamespace(options=options, mesh=SimpleNamespace(rank=0), engine=SimpleNamespace(clock=clock))
+    feed, unused = _Feed(reader=reader, num_skipped=3), cast("Any", None)
+    watchdog = AskedToStop(tmp_path, during=9)
+    _Steps(
+        ready=ready, feed=feed, metrics=unused, saver=None, publisher=None, watchdog=watchdog, tracer=None
+    ).read()  # fmt: skip
+    assert feed.num_skipped == expected
 
 
 class AskedToStop(Watchdog):
