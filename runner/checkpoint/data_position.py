@@ -54,8 +54,8 @@ def find_data(
         raise CheckpointError(
             "--data",
             f"does not match the data that the checkpoint consumed ({stored.num_sequences} sequences): the files, "
-            "their sizes, the tokenizer, --seq-len, --text-field, --completion-field, --tokenized, --packing, "
-            "--document-mask, --shuffle, --data-weight, --seed, --add-bos-token, --add-eos-token, "
+            "their sizes, the tokenizer, --seq-len, --data-class, --text-field, --completion-field, --tokenized, "
+            "--packing, --document-mask, --shuffle, --data-weight, --seed, --add-bos-token, --add-eos-token, "
             "--loss, --label-smoothing, --z-loss or --token-weights differ",
             "repeat the data flags of that run, or start this data from its first sequence with --restart-data",
             code="resume.other-data",

@@ -86,6 +86,7 @@ def test_cursor_of_other_sources_is_refused(place: Path) -> None:
         ("--label-smoothing", "0.1"),
         ("--z-loss", "0.1"),
         ("--token-weights", "weight"),
+        ("--data-class", "stream"),
         (),
     ],
 )
@@ -95,6 +96,7 @@ def test_data_that_is_numbered_otherwise_is_refused_or_begins_when_that_is_asked
     with pytest.raises(InputError) as error:
         find("--data", "text.txt", *args, left=left, tokenizer=tokenizer)
     assert (error.value.where, error.value.code) == ("--data", "resume.other-data")
+    assert all(flag.replace("--no-", "--") in error.value.problem for flag in args[:1] if flag != "--data")
     begun = find("--data", "text.txt", *args, "--resume", "auto", "--restart-data", left=left, tokenizer=tokenizer)
     assert (begun.position.num_sequences, begun.position.cursor) == (0, None)
     assert begun.position.digest != left.digest
