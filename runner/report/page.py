@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean, median
 
 from manifests.command.palette import WORK_COLORS
-from manifests.errors import LaunchError, LogError, UsageError, system_errors
+from manifests.errors import LaunchError, LogError, UsageError, UserError, system_errors
 from manifests.schedules.picture import legend_of, pipeline_svg
 from manifests.schedules.simulation import Timeline
 from manifests.store import write_file
@@ -71,7 +71,13 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     if other_dir and other:
         name = other_dir.resolve().name
         runs[name if name not in runs else str(other_dir.resolve())] = other
-    plans = {name: log.traces.planned() for name, log in runs.items() if log.traces is not None}
+    plans, notes = dict[str, Timeline](), []
+    for name, log in runs.items():
+        try:
+            plans |= {} if log.traces is None else {name: log.traces.planned()}
+        except UserError as error:  # such as of a schedule file that is on another machine
+            of = f" of {name}" if other else ""
+            notes.append(f"The pipeline{of} is drawn without its plan: {error.where}: {error.problem}.")
     sentences = {name: _sentence(log, plans.get(name)) for name, log in runs.items()}
     parts = [f"<h1>{html.escape(title)}</h1>", *_alarms(runs)]
     parts += [
@@ -81,7 +87,8 @@ def write_report(log_dir: Path, out: Path, *, force: bool = False, other_dir: Pa
     parts += _curves(runs)
     if run.traces is None:
         parts.append("<p class=note>No step was traced by every rank: --trace 20-30 draws the pipeline here.</p>")
-    parts += _pipelines({name: (log.traces, plans[name]) for name, log in runs.items() if log.traces is not None})
+    parts += [f"<p class=note>{html.escape(note)}</p>" for note in notes]
+    parts += _pipelines({name: (log.traces, plans.get(name)) for name, log in runs.items() if log.traces is not None})
     for name, log in runs.items():
         of = f": {html.escape(name)}" if other else ""
         sections = (*_times(log), *draw_load(log.steps), *_start(log), *_memory(log))
@@ -276,11 +283,11 @@ def _start(run: RunLog) -> list[str]:
     return ["<h2>Start, in s</h2>", _table(heads, rows), f"<p class=note>{' '.join(notes).strip()}</p>"]
 
 
-def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:
-    """Draw a typical step of each run as it ran and as planned; all of them have one time axis."""
+def _pipelines(traced: dict[str, tuple[Traces, Timeline | None]]) -> list[str]:
+    """Draw a typical step of each run as it ran and as planned, if it has a plan; all have one time axis."""
     steps = {name: _typical(traces.steps) for name, (traces, _) in traced.items()}
     timelines = [timeline for name, (_, plan) in traced.items() for timeline in (steps[name].timeline, plan)]
-    end_s = max((timeline.makespan_s for timeline in timelines), default=0.0)
+    end_s = max((timeline.makespan_s for timeline in timelines if timeline is not None), default=0.0)
     pictures = [
         part
         for name, (traces, plan) in traced.items()
@@ -288,34 +295,38 @@ def _pipelines(traced: dict[str, tuple[Traces, Timeline]]) -> list[str]:
     ]
     note = (
         "<p class=note>Measured: the median of the traced steps, from the first action of any rank to the last; what "
-        "is not computing is bubble. Planned, the thin rows: the schedule's actions, each with the median time "
-        "measured for its stage, and transfers that cost nothing. The difference is communication, and actions that "
-        "took longer than others.</p>"
+        "is not computing is bubble."
     )
-    return [*pictures, note] if pictures else []
+    if any(plan for _, plan in traced.values()):
+        note += (
+            " Planned, the thin rows: the schedule's actions, each with the median time measured for its stage, and "
+            "transfers that cost nothing. The difference is communication, and actions that took longer than others."
+        )
+    return [*pictures, f"{note}</p>"] if pictures else []
 
 
-def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline, end_s: float) -> list[str]:
+def _pipeline(of: str, traces: Traces, step: StepTrace, plan: Timeline | None, end_s: float) -> list[str]:
     kinds = [kind for kind in WORK_COLORS if any(traces.seconds_of(kind))]
     rows = [
         (f"{stage}", f"{traces.ranks[traces.placement.rank_of(stage)]}",
          *(f"{traces.seconds_of(kind)[stage] * 1e3:.2f}" for kind in kinds))
         for stage in range(traces.placement.num_stages)
     ]  # fmt: skip
-    title = f"Pipeline{of}: step {step.step} as it ran, and as {traces.schedule} plans it"
+    title = f"Pipeline{of}: step {step.step} as it ran" + (f", and as {traces.schedule} plans it" if plan else "")
+    timelines = {"ran": step.timeline, **({"planned": plan} if plan else {})}
     square = '<rect width="11" height="11" {}/>'
     colors = [(square.format(f'fill="{color}"'), text) for text, color in legend_of(kinds, traces.placement)]
     colors.append((square.format('class="wait"'), "waiting"))
     return [
         f"<h2>{html.escape(title)}</h2>",
         _keys(colors),
-        pipeline_svg(title, {"ran": step.timeline, "planned": plan}, traces.placement, end_s, traces.ranks),
+        pipeline_svg(title, timelines, traces.placement, end_s, traces.ranks),
         _table(
             ("", "measured", "planned"),
             [
                 ("traced steps", f"{len(traces.steps)}", ""),
-                ("bubble", f"{traces.bubble:.1%}", f"{plan.bubble:.1%}"),
-                ("schedule, ms", f"{traces.seconds * 1e3:.1f}", f"{plan.makespan_s * 1e3:.1f}"),
+                ("bubble", f"{traces.bubble:.1%}", f"{plan.bubble:.1%}" if plan else ""),
+                ("schedule, ms", f"{traces.seconds * 1e3:.1f}", f"{plan.makespan_s * 1e3:.1f}" if plan else ""),
             ],
         ),
         f"<h2>Time of one microbatch on each stage{html.escape(of)}, in ms</h2>",

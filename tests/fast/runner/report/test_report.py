@@ -72,6 +72,25 @@ def test_picture_of_the_pipeline_has_every_action_as_it_ran_and_as_planned(tmp_p
     assert root.findtext("desc")
 
 
+def test_page_of_a_schedule_file_that_is_gone_has_no_plan(tmp_path: Path) -> None:
+    for name in ("here", "gone"):
+        (tmp_path / name).mkdir()
+        write_metrics(tmp_path / name)
+        write_traces(tmp_path / name, "1F1B", Placement(num_stages=2, num_ranks=2, style="loop"), 4)
+    for rank in (0, 1):
+        trace = trace_path(tmp_path / "gone", rank)
+        trace.write_text(trace.read_text().replace('"1F1B"', '"/on/another/node/<b>.csv"'))
+    said = write_report(tmp_path / "gone", tmp_path / "report.html", other_dir=tmp_path / "here")
+    assert "planned" not in said
+    page = (tmp_path / "report.html").read_text()
+    assert page.count('<svg class="pipeline"') == 2
+    assert "The pipeline of gone is drawn without its plan" in page
+    assert "<b>" not in page
+    write_report(tmp_path / "gone", tmp_path / "report.html", force=True)
+    page = (tmp_path / "report.html").read_text()
+    assert (page.count(", ran: "), page.count(", planned: ")) == (2 * 2 * 4, 0)
+
+
 def test_two_runs_are_compared_on_one_page(tmp_path: Path) -> None:
     for name, num_steps in (("first", 4), ("second", 6)):
         (tmp_path / name).mkdir()
