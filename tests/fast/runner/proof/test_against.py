@@ -102,6 +102,17 @@ def test_right_step_is_equal(dtype: str, tmp_path: Path) -> None:
     assert (code, [wrong["name"] for wrong in compared["differences"]]) == (4, [DOWN])
 
 
+def test_tolerance_limits_a_dump_in_bfloat16_too(tmp_path: Path) -> None:
+    step = Step(tmp_path, dtype="bfloat16")
+    step.run()
+    step.write()
+    limit = 1e-6
+    done = prove("--against", tmp_path, "--tolerance", limit, "--json")
+    differences = json.loads(done.stdout)["differences"]
+    assert (done.exit_code, {wrong["allowed"] for wrong in differences}) == (4, {limit})
+    assert prove("--against", tmp_path, "--tolerance", 1).exit_code == 0
+
+
 @pytest.mark.parametrize("in_files", [True, False])
 def test_experts_are_compared_by_either_name(in_files: bool, tmp_path: Path) -> None:
     step = Step(tmp_path, MOE)
