@@ -14,6 +14,7 @@ would compile it in other parts than the run's: both sides run in evaluation mod
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -157,14 +158,20 @@ def _difference(tiny: TinyRun, stage_modules: Sequence[tuple[str, ...]], run: Ru
     is_reordered = run.compute.loss_chunk is not None or run.compute.is_compiled
     tolerance = _COMPILED if run.compute.is_compiled else 0.0
     tolerance = max(tolerance, _TOLERANCES[FLAG_DTYPES[run.compute.dtype]])
-    least = _LEAST * max(value.norm().item() for name, value in rounded.items() if name.startswith(_GRADIENT))
+    norms = (value.norm().nan_to_num(0.0, 0.0).item() for name, value in rounded.items() if name.startswith(_GRADIENT))
+    least = _LEAST * max(norms)
     worst, most = "", 1.0
     for name, value in outcome.items():
-        expected, norm = rounded[name], rounded[name].norm().item()
+        expected = rounded[name]
+        is_same = torch.isclose(value, expected, rtol=0, atol=0, equal_nan=True) & ~expected.isfinite()
+        value, expected, unrounded = (tensor.masked_fill(is_same, 0) for tensor in (value, expected, exact[name]))
+        norm = expected.norm().item()
         allowed = tolerance * max(norm, least)
         if is_reordered:
-            allowed += 2 * (expected - exact[name]).norm().item()
+            allowed += 2 * (expected - unrounded).norm().item()
         ratio = (value - expected).norm().nan_to_num(torch.inf).item() / max(allowed, 1e-30)
+        if math.isnan(ratio):
+            return f"{_DIFFER}: {name} is not finite in the whole model, and another in stages"
         if ratio > most:
             share, limit = (number / max(norm, 1e-30) for number in (ratio * allowed, allowed))
             worst, most = f"{name} differs by {share:.1e} of its norm, expected at most {limit:.1e}", ratio

@@ -95,6 +95,8 @@ class _TwinModel(OlmoModel):
                 hidden = 1.1 * hidden
             elif self.config.wrong == "narrows" and hidden.dtype == torch.bfloat16 and not self._is_whole:
                 hidden = 2 * hidden
+            elif hidden.dtype == torch.bfloat16 and self.config.wrong in ("overflows", "overflows whole"):
+                hidden = hidden * (torch.nan if self._is_whole or self.config.wrong == "overflows" else 1)
             elif self.config.wrong == "skips":
                 hidden = hidden + 0.1 * embedded
             elif self.config.wrong == "halves" and not self.training:
@@ -166,11 +168,13 @@ def test_what_a_model_does_outside_its_layers_is_refused(
         wording(str(caught.value))
 
 
-# A layer that is another one when it is recomputed, stages that scale between layers in bfloat16, a head that reads
-# all tokens, and a product whose backward may run once: each with the option that it is wrong with.
+# A layer that is another one when it is recomputed, stages that scale between layers in bfloat16, a whole model that
+# alone is NaN in it, a head that reads all tokens, and a product whose backward may run once: each with the option that
+# it is wrong with.
 WRONG_WITH: Mapping[str, tuple[str, RunOptions]] = {
     "differs": ("--ac full", RunOptions(compute=ComputeOptions(recompute="full"))),
     "narrows": ("--dtype bf16 --master-dtype fp32", RunOptions(compute=ComputeOptions(dtype="bf16"))),
+    "overflows whole": ("--dtype bf16 --master-dtype fp32", RunOptions(compute=ComputeOptions(dtype="bf16"))),
     "centers": ("--loss-chunk 512", RunOptions(compute=ComputeOptions(loss_chunk=512))),
     "doubles": ("--schedule ZBVZeroBubble", RunOptions(splitting="ZBVZeroBubble")),
 }
@@ -190,6 +194,10 @@ def test_what_is_wrong_with_an_option_alone_is_refused_by_its_name(
         assert (caught.value.code, caught.value.where) == ("model.self-check-failed", where)
     if wrong == "differs":
         wording(re.sub(r"the gradient .*", "…", str(caught.value)))
+
+
+def test_stages_that_are_nan_where_the_whole_model_is_pass(twin: Callable[[str], Generic]) -> None:
+    check(twin("overflows"), 3, run=RunOptions(compute=ComputeOptions(dtype="bf16", loss_chunk=512)))
 
 
 def test_a_machine_that_cannot_compile_is_told_so(
