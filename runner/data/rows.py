@@ -220,8 +220,8 @@ def _whole_numbers(
 def _floats(record: Mapping[str, Any], name: str, length: int) -> list[float]:
     values, kinds = record.get(name), (int, float, bool)
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        found = _first_other(values, kinds)
-        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {found}")
+        kind = _first_other(values, kinds)
+        raise ValueError(f"expected numbers in field {name!r}, which the loss reads, found {kind}")
     if len(values) != length:
         raise ValueError(f"expected {length} {name}, as many as input_ids, found {len(values)}")
     if not all(abs(value) <= _LARGEST for value in values):
