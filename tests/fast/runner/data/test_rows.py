@@ -324,6 +324,17 @@ def test_labels_and_documents_of_a_batch_are_those_of_all_ranks(monkeypatch: pyt
 FIELDS = RowForm(per_token=("a",))
 
 
+class Exchanged:
+    """What ranks that read one after the other have told so far."""
+
+    def __init__(self) -> None:
+        self.shares: list[Any] = []
+
+    def gather(self, share: Any) -> list[Any]:
+        self.shares.append(share)
+        return self.shares
+
+
 @pytest.mark.parametrize(
     "other",
     [{"input_ids": [4, 5, 6]}, {"labels": [1, 3, 2]}, {"document_ids": [0, 1, 1]}, {"a": [1, 2, 4]}],
@@ -332,8 +343,7 @@ def test_ranks_of_one_replica_with_other_rows_are_refused(
     other: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "document_ids": [0, 0, 1], "a": [1, 2, 3]}
-    shares: list[Any] = []
-    exchange = SimpleNamespace(gather=lambda share: shares.append(share) or shares)
+    exchange = Exchanged()
     first = read(monkeypatch, [row, row], 1, exchange, form=FIELDS, document_mask=True)
     assert first.num_tokens == 2
     with pytest.raises(DataError) as error:
@@ -342,8 +352,7 @@ def test_ranks_of_one_replica_with_other_rows_are_refused(
 
 
 def test_states_that_differ_in_the_order_of_keys_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares: list[Any] = []
-    exchange = SimpleNamespace(gather=lambda share: shares.append(share) or shares)
+    exchange = Exchanged()
     first, second = (
         read(monkeypatch, [ROW, ROW], state, exchange).state for state in ({"b": 2, "a": 1}, {"a": 1, "b": 2})
     )
