@@ -124,7 +124,7 @@ def test_node_without_room_for_the_newest_checkpoint_does_not_start_from_an_olde
     newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
     flags = ("--stage-to-local", str(packed.with_name("cache")), "--no-self-check")
     start(packed, flags=flags)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=1, free=0))
     with pytest.raises(OutputError) as error:
         start(packed, newest, packed, flags=flags)
     assert error.value.code == "output.disk-full"
