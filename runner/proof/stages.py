@@ -194,6 +194,8 @@ def run_loss(loss: Loss, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     """Return the mean loss of a batch; what the code of another package raises is an error of --loss."""
     try:
         summed = loss(logits, batch.labels, num_tokens=1, **batch.fields)
+    except UserError:
+        raise
     except Exception as error:
         if not loss.is_own:
             raise
