@@ -141,7 +141,7 @@ def launch(
             "runner launch DIR/manifest.json, or manifest = … in the job file",
             code="launch.no-manifest",
         )
-    training = training_words(context, log_dir=log_dir, stage_to_local=stage_to_local)
+    training = training_words(context, quiet=quiet, log_dir=log_dir, stage_to_local=stage_to_local)
     options, num_nodes = _parse_training(context, training), parse_nnodes(nnodes)
     gpu_nbytes = None if gpu_memory is None else read_size("--gpu-memory", gpu_memory)
     if scheduler == "local":
@@ -218,7 +218,7 @@ def _parse_training(context: click.Context, training: tuple[str, ...]) -> TrainO
         raise UsageError(name, "is a flag of runner launch", hint, code="launch.flag-order") from error
 
 
-def training_words(context: click.Context, **paths: Path | None) -> tuple[str, ...]:
+def training_words(context: click.Context, *, quiet: bool, **paths: Path | None) -> tuple[str, ...]:
     """Return the arguments for the ranks: flags of the job file that are not overridden, then those given."""
     of_file, written = dict(context.obj or {}), list(context.meta["training"])
     for name, path in paths.items():
@@ -227,6 +227,8 @@ def training_words(context: click.Context, **paths: Path | None) -> tuple[str, .
             written += words
         elif words:
             of_file[flag_of(name)] = words
+    if quiet:
+        of_file[flag_of("quiet")] = (flag_of("quiet"),)
     return (*unwritten(of_file, written), *written)
 
 

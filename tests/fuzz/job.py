@@ -30,7 +30,9 @@ def check(text: bytes) -> None:
 def _render(path: str) -> None:
     with launch.make_context("launch", ["--job", path, "--dry-run"]) as context:
         asked = context.params
-        training = training_words(context, log_dir=asked["log_dir"], stage_to_local=asked["stage_to_local"])
+        training = training_words(
+            context, quiet=asked["quiet"], log_dir=asked["log_dir"], stage_to_local=asked["stage_to_local"]
+        )
         options = parse_training(training)
         job = Job(
             manifest="/packed/manifest.json",

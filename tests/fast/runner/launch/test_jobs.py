@@ -353,6 +353,21 @@ def test_flag_of_a_job_file_gives_way_to_the_same_flag_wherever_it_is_written(
     assert options.data.sources == (("c",) if written[:1] == ("--data=c",) else ("a", "b"))
 
 
+@pytest.mark.parametrize("written", [(), ("--quiet",)])
+@pytest.mark.parametrize(
+    ("flags", "line"), [(("--quiet",), ""), ((), "quiet = true\n"), (("--quiet",), "quiet = true\n")]
+)
+def test_quiet_before_the_dashes_is_that_of_training(
+    packed: Path, tmp_path: Path, flags: tuple[str, ...], line: str, written: tuple[str, ...]
+) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'manifest = "{packed}"\nscheduler = "slurm"\n{line}[training]\ndata = "synthetic"\n')
+    done = launch("--job", path, *flags, "--dry-run", "--", *written)
+    assert (done.exception, done.stderr) == (None, "")
+    command = shlex.split(done.stdout.splitlines()[-1])
+    assert command[command.index("--") + 1 :].count("--quiet") == 1
+
+
 def test_job_file_for_a_cluster_that_names_none_is_not_run_here(packed: Path, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
     path.write_text(f'manifest = "{packed}"\nenv = ["NCCL_DEBUG=INFO"]\n[training]\ndata = ["synthetic"]\n')
