@@ -126,7 +126,7 @@ def launch(
     """Train the model of MANIFEST: on this machine, under torchrun, or on the nodes of a cluster.
 
     Training flags follow --; "runner launch -- --help" lists them. --nnodes above 1, --env, --image, --mount,
-    --restarts, --requeue, --name, --follow and the Slurm flags require --scheduler slurm or jobset.
+    --restarts, --name and --follow require --scheduler slurm or jobset, and the Slurm flags require slurm.
 
     \b
     Examples:
@@ -318,7 +318,7 @@ def _refuse_clusters(context: click.Context, num_nodes: int) -> None:
         flag = "--" + given[0].replace("_", "-")
         raise UsageError(
             flag,
-            "requires --scheduler slurm or jobset",
+            f"requires --scheduler slurm{'' if given[0] in _GROUPS['Slurm'] else ' or jobset'}",
             "without a scheduler, all ranks run on this machine",
             code="launch.scheduler-flag",
         )

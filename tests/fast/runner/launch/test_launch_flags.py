@@ -105,6 +105,23 @@ def test_value_that_cannot_be_is_refused(
         wording(str(error))
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        *((flag, "a") for flag in ("--partition", "--account", "--qos")), ("--time", "1:00:00"),
+        ("--signal", "USR2@60"), ("--sbatch-arg", "--gpus=8"), ("--requeue",),
+        ("--env", "A=1"), ("--restarts", "1"), ("--follow",),
+    ],
+)  # fmt: skip
+def test_flag_without_a_scheduler_is_refused_with_those_that_take_it(packed: Path, given: tuple[str, ...]) -> None:
+    error = refused(launch(packed, *given))
+    assert (error.code, error.where) == ("launch.scheduler-flag", given[0])
+    named = {flags for flags in (SLURM, JOBSET) if flags[1] in error.problem}
+    saving = (*TRAINING, "--checkpoint", "ck", "--checkpoint-every", "5", "--resume", "auto")
+    ended = {flags: launch(packed, *flags, *given, training=saving).exception for flags in (SLURM, JOBSET)}
+    assert named == {flags for flags in ended if getattr(ended[flags], "code", "") != "launch.scheduler-flag"}
+
+
 @pytest.mark.parametrize("argument", ["--gpus=8", "-s", "-C gpu", "-Cgpu", "--comment 'a b'", "--comment='a b'"])
 def test_one_flag_for_sbatch_is_taken_with_its_value(packed: Path, argument: str) -> None:
     done = launch(packed, *SLURM, f"--sbatch-arg={argument}")
