@@ -43,7 +43,7 @@ class Timetable:
             raise UsageError(
                 "--schedule",
                 f"{self.name} expects {self.file.num_microbatches} microbatches, found {num_microbatches}",
-                f"set --global-batch to {self.file.num_microbatches} times --microbatch",
+                f"set --global-batch to {self.file.num_microbatches} x --microbatch x data-parallel replicas",
                 code="schedule.microbatches",
             )
         if self.file is None and self.placement.num_ranks > 1:
