@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -268,6 +269,31 @@ def run_rows(model: nn.Module, rows: Rows, device: torch.device) -> tuple[float,
 
     Each document is computed by itself: no mask keeps documents apart in convolutions and linear attention.
     """
+    if rows.position_ids is not None:
+        mask_rows(model, None)
+    losses = []
+    places = ((number, part) for number in range(len(rows.tokens)) for part in rows.documents_of(number))
+    with _summed_gradients(model) as gradients:
+        for row, part in places:
+            tokens, labels, positions = (
+                None if tensor is None else tensor[row : row + 1, part].to(device)
+                for tensor in (rows.tokens, rows.labels, rows.position_ids)
+            )
+            assert labels is not None
+            inputs = {}
+            if positions is not None:  # the mask keeps transformers from taking positions that restart for documents
+                inputs = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
+            with documents_at(None):
+                logits = model(input_ids=tokens, use_cache=False, **inputs).logits
+            loss = token_loss(logits, labels, num_tokens=rows.num_tokens)
+            torch.autograd.backward(loss)
+            losses.append(loss.item())
+    return math.fsum(losses), gradients
+
+
+@contextmanager
+def _summed_gradients(model: nn.Module) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
+    """Sum the gradients of the block in float32, instead of in the parameters."""
     gradients: dict[nn.Parameter, torch.Tensor] = {}
 
     def add(parameter: nn.Parameter) -> None:
@@ -278,26 +304,13 @@ def run_rows(model: nn.Module, rows: Rows, device: torch.device) -> tuple[float,
         else:
             gradients[parameter] = gradient.float()
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-    if rows.position_ids is not None:
-        mask_rows(model, None)
-    losses = []
-    for row, part in ((number, part) for number in range(len(rows.tokens)) for part in rows.documents_of(number)):
-        tokens, labels, positions = (
-            None if tensor is None else tensor[row : row + 1, part].to(device)
-            for tensor in (rows.tokens, rows.labels, rows.position_ids)
-        )
-        assert labels is not None
-        inputs = {}
-        if positions is not None:  # the mask keeps transformers from taking positions that restart for documents
-            inputs = {"position_ids": positions, "attention_mask": torch.ones_like(positions)}
-        with documents_at(None):
-            logits = model(input_ids=tokens, use_cache=False, **inputs).logits
-        loss = token_loss(logits, labels, num_tokens=rows.num_tokens)
-        torch.autograd.backward(loss)
-        losses.append(loss.item())
-    return math.fsum(losses), gradients
+    hooks = [parameter.register_post_accumulate_grad_hook(add) for parameter in model.parameters()]  # type: ignore[no-untyped-call]
+    try:
+        yield gradients
+    finally:
+        # The garbage collector does not see the cycle of a parameter, its hook and the gradients by parameter.
+        for hook in hooks:
+            hook.remove()
 
 
 def _largest(tensor: torch.Tensor) -> float:

@@ -67,7 +67,8 @@ def prove(
 
     With --against, MODEL is a Hugging Face or packed folder with the weights before a training step, by default the
     dump's own folder: the step of any trainer is compared with transformers' model in one process. The whole model must
-    fit into memory: 8 bytes for a parameter. docs/my-loss-differs.md describes the files of a dump.
+    fit into memory: 8 bytes for a parameter, 10 for a dump in bfloat16. docs/my-loss-differs.md describes the files of
+    a dump.
 
     \b
     Examples:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
+from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig, Qwen3MoeConfig, RwkvConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from manifests.errors import UserError
 from runner.commands import cli
+from runner.proof.against import Rows, run_rows
 
 SIZES: Mapping[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -111,6 +115,27 @@ def test_tolerance_limits_a_dump_in_bfloat16_too(tmp_path: Path) -> None:
     differences = json.loads(done.stdout)["differences"]
     assert (done.exit_code, {wrong["allowed"] for wrong in differences}) == (4, {limit})
     assert prove("--against", tmp_path, "--tolerance", 1).exit_code == 0
+
+
+class Bigrams(nn.Module):
+    """Logits of the next token by the token alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(SIZES["vocab_size"], SIZES["vocab_size"])
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.table(input_ids))
+
+
+def test_weights_are_freed_once_only_their_gradients_are_used() -> None:
+    tokens, model = torch.arange(8).view(1, -1), Bigrams()
+    weight = weakref.ref(model.table.weight)
+    gradients = run_rows(model, Rows(tokens=tokens, labels=tokens + 1), torch.device("cpu"))[1]
+    (gradient,) = gradients.values()
+    del model, gradients
+    assert gradient.any()
+    assert weight() is None
 
 
 @pytest.mark.parametrize("in_files", [True, False])
