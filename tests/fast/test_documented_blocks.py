@@ -11,7 +11,7 @@ import pytest
 
 from manifests.models import ARCHITECTURES
 from manifests.models.catalogue import catalogued
-from manifests.models.trainable import is_generic
+from manifests.models.trainable import _SUPPORTED, is_generic
 from manifests.schema import Manifest, TrainingState
 from tests.builders import llama_config, pack, write_model
 from tests.builders import reshard as command
@@ -161,6 +161,12 @@ def test_table_says_what_each_architecture_trains_on() -> None:
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \| ([a-z ]+) \|$", DOCUMENT.read_text(), re.MULTILINE)
     found = {name: road for names, road in rows for name in re.findall(r"`(\w+)`", names)}
     assert found == {name: "transformers" if is_generic(name) else "packs only" for name in ARCHITECTURES}
+
+
+def test_fields_that_training_refuses_are_listed() -> None:
+    section = DOCUMENT.read_text().partition("\n## Unsupported config fields\n")[2].partition("\nWhen training, ")[2]
+    listed = {name for code in re.findall("`([^`]+)`", section) for name in re.findall(r"^[\w.]+", code)}
+    assert {field for fields in _SUPPORTED.values() for field in fields} - listed == set()
 
 
 def test_readme_counts_the_architectures_of_the_catalogue() -> None:
