@@ -94,18 +94,39 @@ def _watch(reader: int) -> None:
 
 
 def end_at_signals(
-    clear_up: Callable[[int], object] = lambda number: None, numbers: Sequence[signal.Signals] = STOPPING
+    clear_up: Callable[[int], object] = lambda number: None,
+    numbers: Sequence[signal.Signals] = STOPPING,
+    *,
+    in_thread: bool = False,
 ) -> None:
-    """Exit at a signal, with a line on stderr; unblocks the signals."""
+    """Exit at a signal, with a line on stderr; unblocks the signals.
 
-    def end(number: int, frame: FrameType | None) -> None:
+    With `in_thread`, a thread does so, too: Python runs no handler while the main thread waits in C++, as in a
+    rendezvous. It does nothing about signals that have got another handler since.
+    """
+    ending = threading.RLock()
+
+    def end(number: int, frame: FrameType | None = None) -> None:
+        if not ending.acquire(blocking=False):  # the other thread ends the process
+            return
         with contextlib.suppress(Exception):
             clear_up(number)
         say_interrupted(number)
         os._exit(INTERRUPTED)
 
+    def watch(reader: int) -> None:
+        while arrived := os.read(reader, 64):
+            for number in arrived:
+                if signal.getsignal(number) is end:
+                    end(number)
+
     _handle(end, numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    if in_thread:
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=watch, args=(reader,), name="signals", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -65,8 +65,8 @@ def main() -> None:
         except UserError as error:
             print_error(error, is_json="--json" in sys.argv)
             sys.exit(code_of(error))
-        # torchrun handles signals itself once it starts ranks.
-        end_at_signals(lambda number: _stop_early(reports_dir), _HANDLED)
+        # torchrun handles signals itself once it starts ranks. Until then it may wait for other nodes.
+        end_at_signals(lambda number: _stop_early(reports_dir), _HANDLED, in_thread=True)
         os.environ.update({**safe_environment(), AGENT: str(os.getpid()), REPORTS: str(reports_dir)})
         code = _run(reports_dir)
     sys.exit(code)

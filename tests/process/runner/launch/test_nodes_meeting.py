@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -65,3 +67,32 @@ def test_node_that_is_alone_ends_with_a_message_and_a_code_that_a_restart_may_fi
     state = json.loads((log / "state.json").read_text())
     assert (state["ended"], state["code"], state["error_code"]) == ("failed", 5, "rank.unmet")
     assert re.fullmatch(message, state["error"])
+
+
+def is_listening(port: int) -> bool:
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
+    return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2])
+def test_signal_ends_a_node_at_once_that_waits_for_another(number: signal.Signals, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port = taken.getsockname()[1]
+    words = (
+        "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port), "--nnodes", "2",
+        "--nproc-per-node", "1", "--rdzv-conf", "timeout=60", "-m", "runner.train", "packed", "--data", "synthetic",
+        "--log-dir", str(tmp_path / "log"),
+    )  # fmt: skip
+    agent = Forked(words, os.environ, tmp_path / "output", tmp_path / "errors", "runner.launch.agent.agent")
+    try:
+        deadline_s = time.monotonic() + 60
+        while not is_listening(port):
+            assert agent.poll() is None
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        agent.send_signal(number)
+        assert agent.wait(20) == 130
+    finally:
+        agent.kill()
+    assert (tmp_path / "errors").read_text() == f"interrupted by {number.name}\n"
