@@ -4,8 +4,8 @@
 SIGUSR2, SIGTERM, SIGINT and SIGHUP ask a run that saves checkpoints to stop. Ranks receive them at different times,
 and torchrun forwards them again: a signal only sets a flag, which is reduced with the totals of every step, so that
 all ranks stop after the same one. torchrun also sends SIGTERM to the remaining ranks when one has exited; then no step
-ends, and the watchdog soon ends the rank. Python runs no signal handler while a collective waits, so a separate thread
-listens.
+ends, and the watchdog soon ends the rank, unless the agent was asked to stop: a step may be slow. Python runs no signal
+handler while a collective waits, so a separate thread listens.
 
 # Note [Flight recorder]
 torch keeps the last collectives of each rank in memory. It dumps them when NCCL times out, but not for gloo, nor when a
@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from manifests.errors import RankError, UserError, system_errors
-from runner.rundir.exit_report import ExitReport, FailureKind, place_of, report_exit
+from runner.rundir.exit_report import ExitReport, FailureKind, is_stopping, place_of, report_exit
 from runner.rundir.records import ALIVE_S, Beat, heartbeat_path, log_path, write_beat
 
 logger = logging.getLogger("runner")
@@ -172,6 +172,13 @@ class Watchdog:
         """How long a step may take after SIGTERM, estimated from the last step."""
         return self._step_timeout_s if self._took_s is None else max(_GRACE_S, 2 * self._took_s)
 
+    @property
+    def has_lost_a_rank(self) -> bool:
+        """Whether no step ends any more since a SIGTERM that was not one to the whole job."""
+        if self._terminated_s is None or time.monotonic() - max(self._terminated_s, self._last_s) <= self.grace_s:
+            return False
+        return not is_stopping()
+
     def _watch(self) -> None:
         while not self._ended.is_set():
             with contextlib.suppress(TimeoutError):  # `select` takes no descriptor from 1024 up, of many connections
@@ -183,9 +190,8 @@ class Watchdog:
                     why = f"no progress in saving or verifying for {stalled_s:.0f} s: a disk or bucket does not answer"
                     self._end(why, kind="failed", error_code="checkpoint.stalled")
                 continue
-            grace_s = self.grace_s
-            if self._terminated_s is not None and now_s - max(self._terminated_s, self._last_s) > grace_s:
-                self._end(f"no step has ended in the {grace_s:.0f} s since SIGTERM: another rank has exited")
+            if self.has_lost_a_rank:
+                self._end(f"no step has ended in the {self.grace_s:.0f} s since SIGTERM: another rank has exited")
             if now_s - self._last_s > self._step_timeout_s:
                 self._end(f"no step has ended for {self._step_timeout_s:.0f} s")
             # Other ranks may time out first and end this one before it has dumped its stacks.

@@ -24,6 +24,7 @@ from manifests.store import write_file
 logger = logging.getLogger("runner")
 AGENT = "RUNNER_AGENT"  # the process id of an agent that prints its ranks' reports
 REPORTS = "RUNNER_EXIT_REPORTS"  # that agent's folder of reports
+_STOPPING = "stopping"  # a file in that folder
 _KEY = "runner"
 # failed: an error of its own; lost: it timed out waiting for another rank; stuck: its step did not end.
 FailureKind = Literal["failed", "lost", "stuck"]
@@ -85,6 +86,18 @@ def read_reports(folder: Path) -> tuple[ExitReport, ...]:
         with contextlib.suppress(OSError, ValueError):
             reports.append(read_report(json.loads(path.read_bytes())))
     return tuple(report for report in reports if report is not None)
+
+
+def note_stopping(folder: Path) -> None:
+    """Note in an agent's folder that it was asked to stop its ranks."""
+    with contextlib.suppress(OSError):  # ranks then wait less long for their step
+        (folder / _STOPPING).touch()
+
+
+def is_stopping() -> bool:
+    """Return whether this process's agent was asked to stop; if not, it sends SIGTERM where another rank has exited."""
+    folder = os.environ.get(REPORTS)
+    return folder is not None and Path(folder, _STOPPING).exists()
 
 
 def set_rank_label(rank: int, stages: Sequence[int] = ()) -> None:

@@ -26,7 +26,16 @@ from runner.config.flags import TrainOptions, parse_training
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
 from runner.launch.agent.forked import FATAL, fork_ranks, import_worker, set_log_level
 from runner.preflight.preflight import check_torch
-from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, place_of, read_reports, stages_of
+from runner.rundir.exit_report import (
+    AGENT,
+    REPORTS,
+    ExitReport,
+    code_of,
+    note_stopping,
+    place_of,
+    read_reports,
+    stages_of,
+)
 from runner.rundir.records import (
     ALIVE_S,
     Beat,
@@ -101,7 +110,7 @@ def _run(reports_dir: Path) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports instead
     set_log_level(FATAL)
-    handle = _at_most_twice(processes._terminate_process_handler)
+    handle = _at_most_twice(processes._terminate_process_handler, reports_dir)
     processes._terminate_process_handler = handle  # type: ignore[assignment]  # named arguments
     ranks = fork_ranks(module) if module is not None else ()
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
@@ -140,10 +149,12 @@ def _send_heartbeats(log_dir: Path) -> None:
         time.sleep(ALIVE_S)
 
 
-def _at_most_twice(stop: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
+def _at_most_twice(
+    stop: Callable[[int, FrameType | None], None], reports_dir: Path
+) -> Callable[[int, FrameType | None], None]:
     """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save.
 
-    A SIGHUP that is ignored so far, as below nohup, is not passed on.
+    Ranks learn that the job was asked to stop. A SIGHUP that is ignored so far, as below nohup, is not passed on.
     """
     counted, ignores_hangup = itertools.count(1), signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
@@ -152,6 +163,7 @@ def _at_most_twice(stop: Callable[[int, FrameType | None], None]) -> Callable[[i
             return
         if next(counted) == 2:
             _finish()
+        note_stopping(reports_dir)
         stop(number, frame)
 
     return handle

@@ -41,7 +41,16 @@ from runner.distributed.fail_together import (
 )
 from runner.distributed.watchdog import Watchdog, log_to_file
 from runner.launch.agent.diagnose import find_cause, find_cause_at_stop
-from runner.rundir.exit_report import AGENT, REPORTS, ExitReport, code_of, read_report, read_reports, report_exit
+from runner.rundir.exit_report import (
+    AGENT,
+    REPORTS,
+    ExitReport,
+    code_of,
+    note_stopping,
+    read_report,
+    read_reports,
+    report_exit,
+)
 from runner.rundir.records import Beat, clear_beats, heartbeat_path, log_path, read_beats, write_beat
 from runner.tensors.local_shard import whole_pieces
 from runner.training.gradient_norm import StepTotals
@@ -373,6 +382,25 @@ def test_step_after_a_save_has_the_grace_of_the_step_before_and_the_first_that_o
     now_s += 2
     watchdog.beat(9)
     assert watchdog.grace_s == 15
+
+
+def test_step_may_be_slow_after_a_sigterm_to_the_job_and_not_after_one_for_a_rank_that_has_exited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setenv(REPORTS, str(tmp_path))
+    rank = Watchdog(tmp_path, 0, [0], step_timeout_s=1200, can_stop=True)
+    rank.beat(7)
+    now_s += 2
+    rank.beat(8)
+    rank._note(bytes((signal.SIGTERM,)))
+    now_s += 14
+    assert not rank.has_lost_a_rank
+    now_s += 2
+    assert rank.has_lost_a_rank
+    note_stopping(tmp_path)
+    assert not rank.has_lost_a_rank
 
 
 def test_signal_is_heard_by_a_rank_with_more_than_a_thousand_connections(tmp_path: Path) -> None:

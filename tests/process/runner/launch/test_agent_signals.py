@@ -21,17 +21,20 @@ Process = Forked | subprocess.Popen[bytes]
 HANDLED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR2", "--shutdown-timeout", "60")
 SAVES = """
 import pathlib, signal, sys, threading, time
+from runner.rundir.exit_report import is_stopping
 
 def main():
     folder, asked = pathlib.Path(sys.argv[1]), threading.Event()
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: asked.set())
+    assert not is_stopping()
     (folder / "began").touch()
     while not asked.wait(0.1):
         pass
     end_s = time.monotonic() + 3
     while time.monotonic() < end_s:
         time.sleep(0.1)
+    assert is_stopping()
     (folder / "saved").touch()
 """
 ENDS = """
