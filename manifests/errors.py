@@ -203,7 +203,7 @@ class RankError(UserError):
 
 
 _OF_AREAS: dict[str, type[InputError]] = {"checkpoint": CheckpointError, "data": DataError, "log": LogError}
-_OF_AREAS |= {"output": OutputError, "store": StoreError}
+_OF_AREAS |= {"output": OutputError, "schedule": ScheduleError, "store": StoreError}
 
 
 def refused_by_system(

@@ -65,7 +65,7 @@ logger = logging.getLogger("runner")
 # Codes of errors of flags, of a node (its cache, an outdated copy, its disk or memory), of files that this user may not
 # read, and of checkpoints that a later version of this package has written.
 _UNDAMAGED = (
-    "launch.", "options.", "output.", "resume.", "store.unreadable", "manifest.differs-between-ranks",
+    "launch.", "options.", "output.", "resume.", "schedule.", "store.unreadable", "manifest.differs-between-ranks",
     "manifest.unsupported-version", "shard.readings-differ",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import cast
 
-from manifests.errors import Parameter, ScheduleError, UsageError
+from manifests.errors import Parameter, ScheduleError, UsageError, refused_by_system
 from manifests.placement import Placement
 from manifests.schedules.actions import (
     Action,
@@ -71,11 +71,11 @@ def read_schedule_file(path: Path, placement: Placement, *, microbatch_group: in
         raise UsageError(where, problem, "remove one of them", code="schedule.microbatch-group")
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         hint = "check the path for typos" if isinstance(error, FileNotFoundError) else ""
-        raise ScheduleError(
-            str(path), f"cannot be read: {getattr(error, 'strerror', None) or error}", hint, code="schedule.unreadable"
-        ) from error
+        raise refused_by_system(str(path), error, hint=hint, code="schedule.unreadable") from error
+    except UnicodeDecodeError as error:
+        raise ScheduleError(str(path), f"cannot be read: {error}", code="schedule.unreadable") from error
     table = read_csv(text, str(path), placement)
     _check_last_stage(table, str(path))
     return table

@@ -146,6 +146,25 @@ def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_
     assert (error.value.code, error.value.where) == ("store.unreadable", f"rank 0: {newest}/manifest.json")
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.EACCES, 3)])
+def test_schedule_file_that_cannot_be_read_is_no_reason_to_start_from_an_older_checkpoint(
+    number: int, code: int, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
+    table, read_text, attempts = packed.with_name("table.csv"), Path.read_text, list[Path]()
+
+    def refused(path: Path, *args: Any, **named: Any) -> str:
+        if path == table:
+            attempts.append(path)
+            raise OSError(number, os.strerror(number), str(path))
+        return read_text(path, *args, **named)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.raises(InputError) as error:
+        start(packed, newest, packed, flags=("--no-self-check", "--schedule", str(table)))
+    assert (error.value.code, code_of(error.value), len(attempts)) == ("schedule.unreadable", code, 1)
+
+
 @pytest.mark.parametrize("code", ["manifest.differs-between-ranks", "shard.readings-differ"])
 def test_node_with_an_outdated_copy_or_a_faulty_disk_does_not_start_from_an_older_checkpoint(
     code: str, packed: Path, monkeypatch: pytest.MonkeyPatch
