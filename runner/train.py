@@ -70,6 +70,7 @@ from stores.address import is_url
 from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
+_LEAST_CLAIM_S = 120.0  # a lock whose owner may be dead is watched for a minute
 
 Checks = Mapping[str, Callable[[], None]]  # by flag, on rank 0
 
@@ -135,17 +136,19 @@ def claim_outputs(options: TrainOptions, world: World) -> Iterator[Checks]:
 
     Yields a check for each flag that no other run has taken its folder over.
     """
-    checks = dict[str, Callable[[], None]]()
+    checks, timer = dict[str, Callable[[], None]](), StallTimer(max(options.timeout_s, _LEAST_CLAIM_S))
     with ExitStack() as claims:
 
         def claim(stop: threading.Event) -> None:
             if world.rank == 0:
-                if options.history is not None:
-                    checks["--checkpoint"] = claims.enter_context(claim_history(options.history))
-                if options.save is not None:
-                    checks["--save"] = claims.enter_context(claim_output(options.save))
+                with timer.working():
+                    if options.history is not None:
+                        checks["--checkpoint"] = claims.enter_context(claim_history(options.history, timer.beat))
+                    timer.beat()
+                    if options.save is not None:
+                        checks["--save"] = claims.enter_context(claim_output(options.save))
 
-        in_rounds("folders", claim)  # a claim whose owner may be dead is watched for a while
+        in_rounds("folders", claim, timer=timer)
         yield checks
 
 

@@ -93,15 +93,16 @@ def _stored_step(checkpoint: Path) -> int | None:
 
 
 @contextmanager
-def claim_history(history: Path) -> Iterator[Callable[[], None]]:
+def claim_history(history: Path, beat: Callable[[], None] = lambda: None) -> Iterator[Callable[[], None]]:
     """Keep other runs from saving here while the block runs, and remove what killed runs have left.
 
-    Yields a check that no other run has taken the folder over, as after this machine was suspended.
+    It beats at its progress. Yields a check that no other run has taken the folder over, as after this machine was
+    suspended.
     """
     where = f"--checkpoint {history}"
     _make(history, where)
     with locking(history / _CLAIM, where, "saves checkpoints there", may_be_removed=True) as check:
-        _remove_left(history, _LEFT)
+        _remove_left(history, _LEFT, beat)
         yield check
 
 
@@ -168,10 +169,10 @@ def prune(
             if not removed.is_symlink():  # what it leads to stays
                 write_record(removed, files_of_manifest(removed) or ())
         _remove(removed)
-    _remove_left(history, _REMOVED)  # others may write in partial folders here
+    _remove_left(history, _REMOVED, beat)  # others may write in partial folders here
 
 
-def _remove_left(history: Path, names: re.Pattern[str]) -> None:
+def _remove_left(history: Path, names: re.Pattern[str], beat: Callable[[], None]) -> None:
     """Remove what killed runs, and removals that failed, have left in folders of these names.
 
     What cannot be removed is logged and left: on NFS, a file that another process still reads. So is a folder that one
@@ -181,6 +182,7 @@ def _remove_left(history: Path, names: re.Pattern[str]) -> None:
         folders = [path for path in history.iterdir() if path.is_dir() and not path.is_symlink()]
     for path in folders:
         if names.fullmatch(path.name):
+            beat()
             try:
                 if not remove_leftover(path, _owned):
                     logger.warning("%s: stays: another process writes there", path)
