@@ -217,12 +217,28 @@ def check_writes(ready: Ready, world: World) -> None:
     options = ready.options
     with raise_on_all_ranks("outputs"):
         check_outputs(options)
-    nbytes = (nbytes_of(ready.held_state()), nbytes_of(ready.held_weights()))
+    nbytes = (_checkpoint_nbytes(ready), nbytes_of(ready.held_weights()))
     state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*from_all_ranks(nbytes), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps
     with raise_on_all_ranks("outputs"):
         if world.rank == 0:
             check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
+
+
+def _checkpoint_nbytes(ready: Ready) -> int:
+    """Return the bytes that this rank's next checkpoint takes: frozen weights are links to the one that is resumed."""
+    state, trained = ready.held_state(), ready.save_context.trained
+    if trained is None or ready.training is None or _find_before(ready) is None:
+        return nbytes_of(state)
+    names = frozenset(trained)
+    weights = (piece for kinds in state.values() for piece in kinds[WEIGHTS])
+    return nbytes_of(state) - sum(piece.memory.nbytes for piece in weights if piece.fqn not in names)
+
+
+def _find_before(ready: Ready) -> Path | None:
+    """Return the checkpoint that the first one of this run shares files with; None: it resumes none of its folder."""
+    origin, history = ready.origin.root, ready.options.history
+    return origin if history is not None and origin.parent.resolve() == history.resolve() else None
 
 
 def check_evaluation(launched: Packed, options: TrainOptions) -> None:
@@ -313,8 +329,7 @@ def _saver(ready: Ready, saving: StallTimer, checks: Checks) -> AbstractContextM
     options = ready.options
     if options.checkpoint is None:
         return nullcontext()
-    timeout, origin = timedelta(seconds=options.timeout_s), ready.origin.root
-    before = origin if origin.parent.resolve() == options.checkpoint.history.resolve() else None
+    timeout, before = timedelta(seconds=options.timeout_s), _find_before(ready)
     check = checks.get("--checkpoint", lambda: None)
     return Saver(ready.save_context, options.checkpoint, ready.held_state(), timeout, saving, before, check)
 

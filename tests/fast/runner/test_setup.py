@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +18,11 @@ import pytest
 import torch
 
 from manifests.errors import InputError, ModelError, OutputError, UsageError
+from manifests.schema import WEIGHTS, TrainingState
 from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.resume import Origin
+from runner.checkpoint.state import nbytes_of
 from runner.config.flags import parse_training
 from runner.distributed.world import World
 from runner.load import stored
@@ -27,6 +30,7 @@ from runner.load.load import Reading, plan_reads, read_all, read_planned
 from runner.rundir.exit_report import code_of
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import whole_pieces
+from runner.train import check_writes
 from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny
@@ -144,6 +148,25 @@ def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_
     with pytest.raises(InputError, match="Permission denied") as error:
         start(packed, newest, packed, flags=("--no-self-check",))
     assert (error.value.code, error.value.where) == ("store.unreadable", f"rank 0: {newest}/manifest.json")
+
+
+def test_run_that_resumes_needs_no_room_for_frozen_weights_which_its_checkpoints_share(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = packed.with_name("history")
+    origin = pack(packed.with_name("model"), history / "step-000001", "pp=1")
+    flags = ("--no-self-check", "--checkpoint", str(history), "--train-only", "lm_head")
+    ready = start(packed, origin, flags=flags)
+    resumed, world = replace(ready, training=TrainingState(step=1, num_tokens=1)), World(rank=0, local_rank=0, size=1)
+    (weights,) = (kinds[WEIGHTS] for kinds in ready.held_weights().values())
+    frozen_nbytes = sum(piece.memory.nbytes for piece in weights if piece.fqn != "lm_head.weight")
+    free_nbytes = nbytes_of(ready.held_state()) - frozen_nbytes
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_frsize=1, f_bavail=free_nbytes))
+    check_writes(resumed, world)
+    for changed in (ready, replace(resumed, save_context=replace(ready.save_context, trained=None))):
+        with pytest.raises(InputError) as error:
+            check_writes(changed, world)
+        assert error.value.code == "output.disk-full"
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.EACCES, 3)])
