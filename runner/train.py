@@ -23,7 +23,7 @@ from manifests.optimizer_state import stored_kinds
 from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.adapter_record import base_of
-from runner.checkpoint.async_save import InFlight, ReportT, Saver
+from runner.checkpoint.async_save import InFlight, ReportT, Saver, prune_older
 from runner.checkpoint.history import claim_history, claim_output, find_misnamed
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note, swap_of
 from runner.checkpoint.peft_folder import save_peft
@@ -113,7 +113,7 @@ def run(launched: Packed, options: TrainOptions, world: World, device: torch.dev
         if options.memory_snapshot:
             stack.enter_context(memory_snapshot(options.log_dir, world.rank, device))
         ready = begin(launched, find_start(launched, options, world), options, world, device)
-        check_writes(ready, world)
+        check_writes(ready, world, checks)
         if world.rank == 0:
             resolved = {
                 **ready.options.values,
@@ -212,11 +212,17 @@ def _train_and_save(ready: Ready, metrics: Metrics, world: World, device: torch.
                 write_run_times(options.log_dir, times)
 
 
-def check_writes(ready: Ready, world: World) -> None:
+def check_writes(ready: Ready, world: World, checks: Checks) -> None:
     """Check before the first step that every rank can write its outputs, and that the disk has room for them."""
-    options = ready.options
+    options, before = ready.options, _find_before(ready)
     with raise_on_all_ranks("outputs"):
         check_outputs(options)
+    is_verified = options.digests == "foreground" and options.resume.source == "auto" and ready.training is not None
+    if options.checkpoint is not None and before is not None and is_verified:
+        # A run that is killed right after a save has not pruned, and may have left no room for another checkpoint.
+        timer, check = StallTimer(options.timeout_s), checks.get("--checkpoint", lambda: None)
+        pruning = partial(prune_older, before, options.checkpoint, ready.save_context, timer, check)
+        in_rounds("prune", pruning, timer=timer)
     nbytes = (_checkpoint_nbytes(ready), nbytes_of(ready.held_weights()))
     state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*from_all_ranks(nbytes), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps

@@ -171,7 +171,8 @@ class Saver(InFlight[SaveReport]):
             failure = error
         ended_s = time.perf_counter()
         if failure is None and self._options.keep is not None:
-            in_rounds("prune", partial(self._prune, path, self._options.keep), self._group)
+            pruning = partial(prune_older, path, self._options, self._context, self._timer, self._check)
+            in_rounds("prune", pruning, self._group)
         return SaveReport(
             path=path,
             step=training.step,
@@ -188,14 +189,17 @@ class Saver(InFlight[SaveReport]):
                 self._check()
                 set_aside(path)
 
-    def _prune(self, newest: Path, keep: int, stop: threading.Event) -> None:
-        """Prune older checkpoints, on rank 0; the others do not time out meanwhile, see Note [A disk that hangs]."""
-        if dist.get_rank() != 0:
-            return
-        spared = (self._context.root, self._context.named)
-        try:
-            with self._timer.working():
-                self._check()
-                prune(self._options.history, newest, keep, spared, self._timer.beat)
-        except UserError as error:
-            logger.error("error: %s", error)
+
+def prune_older(
+    newest: Path, options: CheckpointOptions, context: SaveContext, timer: StallTimer, check: Callable[[], None],
+    stop: threading.Event,
+) -> None:  # fmt: skip
+    """Prune older checkpoints, on rank 0; the others do not time out meanwhile, see Note [A disk that hangs]."""
+    if options.keep is None or dist.get_rank() != 0:
+        return
+    try:
+        with timer.working():
+            check()
+            prune(options.history, newest, options.keep, (context.root, context.named), timer.beat)
+    except UserError as error:
+        logger.error("error: %s", error)

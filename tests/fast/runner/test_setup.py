@@ -21,6 +21,7 @@ from manifests.errors import InputError, ModelError, OutputError, UsageError
 from manifests.schema import WEIGHTS, TrainingState
 from runner import setup
 from runner.bundle.packed import open_packed
+from runner.checkpoint.history import checkpoint_path, find_checkpoints
 from runner.checkpoint.resume import Origin
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import parse_training
@@ -34,7 +35,9 @@ from runner.train import check_writes
 from stores.open import open_manifest
 from tests.builders import pack
 from tests.fast.manifests.models.catalogued import save_tiny
+from tests.fast.reshard.forged import change_manifest
 from tests.fast.runner.tiny import save_model
+from tests.fast.trained import write_trained
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -162,11 +165,35 @@ def test_run_that_resumes_needs_no_room_for_frozen_weights_which_its_checkpoints
     frozen_nbytes = sum(piece.memory.nbytes for piece in weights if piece.fqn != "lm_head.weight")
     free_nbytes = nbytes_of(ready.held_state()) - frozen_nbytes
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_frsize=1, f_bavail=free_nbytes))
-    check_writes(resumed, world)
+    check_writes(resumed, world, {})
     for changed in (ready, replace(resumed, save_context=replace(ready.save_context, trained=None))):
         with pytest.raises(InputError) as error:
-            check_writes(changed, world)
+            check_writes(changed, world, {})
         assert error.value.code == "output.disk-full"
+
+
+def test_what_a_killed_run_has_not_pruned_is_pruned_before_the_room_for_another_checkpoint_is_checked(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, trained = packed.with_name("history"), write_trained(packed.parent, "pp=1", num_hidden_layers=1)
+    for step in (1, 2, 3):
+        path = Path(shutil.copytree(trained, checkpoint_path(history, step)))
+        change_manifest(path, lambda document, step=step: document["training"].update(step=step))
+    oldest, newest = checkpoint_path(history, 1), open_packed(open_manifest(checkpoint_path(history, 3)))
+    ready = start(packed, flags=("--no-self-check", "--checkpoint", str(history), "--keep", "2", "--resume", "auto"))
+    resumed = replace(ready, origin=newest, training=TrainingState(step=3, num_tokens=1))
+    later, world = replace(resumed.options, digests="background"), World(rank=0, local_rank=0, size=1)
+
+    def statvfs(path: Any) -> SimpleNamespace:
+        return SimpleNamespace(f_blocks=1, f_frsize=1, f_bavail=0 if oldest.exists() else 1 << 40)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    for unverified in (ready, replace(resumed, options=later)):
+        with pytest.raises(InputError) as error:
+            check_writes(unverified, world, {})
+        assert error.value.code == "output.disk-full"
+    check_writes(resumed, world, {})
+    assert find_checkpoints(history) == (checkpoint_path(history, 3), checkpoint_path(history, 2))
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.EACCES, 3)])
