@@ -90,6 +90,7 @@ def _run(reports_dir: Path) -> int:
         print_error(error, is_json="--json" in sys.argv)
         return error.exit_code
     log_dir = options.log_dir if options else None
+    earlier = read_state(log_dir) if log_dir else None  # of an attempt before, until node 0 clears it
     if log_dir is not None and _LOCAL in sys.argv:
         threading.Thread(target=_send_heartbeats, args=(log_dir,), name="heartbeat", daemon=True).start()
     shows_waiting = options is not None and not options.quiet and _LOCAL in sys.argv
@@ -134,7 +135,7 @@ def _run(reports_dir: Path) -> int:
         _finish()
         failed = _rendezvous_failure(error) if isinstance(error, DistError) else _system_failure(error)
         print_error(failed.error, is_json="--json" in sys.argv)
-        if log_dir is not None and read_state(log_dir) is None:
+        if log_dir is not None and read_state(log_dir) in (None, earlier):
             _write_failure(failed, log_dir, 0)
         return failed.code
 

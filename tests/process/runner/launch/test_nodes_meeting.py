@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.rundir.records import RunState, write_state
 from tests.process.forked import Forked
 
 # By what is wrong: the node's number, and what it says.
@@ -38,6 +39,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int
             else:
                 taken.close()
             (log := place / name).mkdir()
+            write_state(log, RunState(step=3, ended="stopped", code=130))  # of an attempt that was evicted
             where = {"PET_NODE_RANK": str(number), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
             flags = ("--node-rank", str(number), "--master-addr", "127.0.0.1", "--master-port", str(port))
             given, environment = (flags, {}) if name == "flags" else ((), where)
