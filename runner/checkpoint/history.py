@@ -19,7 +19,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.paths import is_file
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
-from stores.folders.owned import files_of_manifest, foreign_files, remove_leftover, remove_tree, write_record
+from stores.folders.owned import files_of_manifest, foreign_files, record_owned, remove_leftover, remove_tree
 from stores.folders.publish import aside_of
 from stores.open import open_manifest
 
@@ -167,7 +167,7 @@ def prune(
             os.rename(path, removed)
             sync_folder(history)
             if not removed.is_symlink():  # what it leads to stays
-                write_record(removed, files_of_manifest(removed) or ())
+                record_owned(removed, files_of_manifest)
         _remove(removed)
     _remove_left(history, _REMOVED, beat)  # others may write in partial folders here
 

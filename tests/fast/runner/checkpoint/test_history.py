@@ -321,6 +321,19 @@ def test_checkpoint_that_was_moved_away_and_linked_to_stays_as_it_is_where_it_is
     assert files_in(tmp_path / "archived") == before
 
 
+def test_full_disk_keeps_no_checkpoint_from_being_pruned(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(tmp_path, trained, 10, 20)
+
+    def write(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr("stores.folders.owned.write_file", write)
+    prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
+    assert names_in(tmp_path) == ["step-000020"]
+
+
 def test_disk_that_fails_under_a_removal_is_not_bad_input(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
