@@ -212,8 +212,7 @@ def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {
         "hidden_size": arguments["hidden_size"], "intermediate_size": arguments["ffn_hidden_size"],
         "num_hidden_layers": num_layers, "num_attention_heads": heads, "hidden_act": "silu",
-        "rms_norm_eps": arguments["norm_epsilon"],
-        "vocab_size": arguments.get("vocab_size") or arguments["padded_vocab_size"],
+        "rms_norm_eps": arguments["norm_epsilon"], "vocab_size": _num_tokens(arguments),
         "max_position_embeddings": arguments["max_position_embeddings"],
         "tie_word_embeddings": not arguments["untie_embeddings_and_output_weights"], "attention_bias": False,
     }  # fmt: skip
@@ -237,6 +236,14 @@ def _config_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "mlp_only_layers": [index for index, sparse in enumerate(freq) if not sparse],
         "norm_topk_prob": not arguments.get("moe_router_pre_softmax", False),
     }  # fmt: skip
+
+
+def _num_tokens(arguments: Mapping[str, Any]) -> Any:
+    """Return the rows of the embedding without those that pad it, as far as arguments say how many those are."""
+    size, padded = arguments.get("vocab_size"), arguments.get("padded_vocab_size")
+    if size and str(arguments.get("tokenizer_type")).startswith("Null"):
+        return min(size + 1, padded or size + 1)  # EOD comes after the tokens that `size` counts
+    return size or arguments["padded_vocab_size"]
 
 
 _LATENT_DEFAULTS: Mapping[str, Any] = {

@@ -198,6 +198,24 @@ def test_config_of_a_larger_vocabulary_is_refused() -> None:
     check_arguments(arguments, config, num_rows, "there", "here")
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "padded", "expected"),
+    [
+        ("NullTokenizer", 48, 41),
+        ("NullTokenizer", None, 41),
+        ("NullTokenizer", 40, 40),  # of a release that counts EOD
+        ("HuggingFaceTokenizer", 48, 40),
+        (None, 48, 40),
+    ],
+)
+def test_null_tokenizer_has_eod_after_the_tokens_that_its_size_counts(
+    tokenizer: str | None, padded: int | None, expected: int
+) -> None:
+    sizes = {"vocab_size": 40, "padded_vocab_size": padded, "max_position_embeddings": 64}
+    arguments = arguments_of(read_config("tiny-llama"), "here") | sizes | {"tokenizer_type": tokenizer}
+    assert config_of(arguments, "F32", "here")["vocab_size"] == expected
+
+
 MTP = {"num_nextn_predict_layers": 2}
 YARN = {
     "type": "yarn", "factor": 4, "original_max_position_embeddings": 32, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
