@@ -181,7 +181,10 @@ def _contents_of(checkpoint: Checkpoint) -> Contents:
     )
 
 
-_LOAD_UNIVERSAL = 'next: engine.load_checkpoint(DIR), with ZeRO 1 or 2 and "checkpoint": {"load_universal": true}'
+_LOAD_UNIVERSAL = (
+    "next: engine.load_checkpoint(DIR, load_lr_scheduler_states=False), with ZeRO 1 or 2 and "
+    '"checkpoint": {"load_universal": true}; a learning-rate scheduler starts at its first step'
+)
 HUGGINGFACE = Format(
     name="huggingface",
     is_in=lambda names: False,  # it is what a folder is that is nothing else
