@@ -185,6 +185,7 @@ _LOAD_UNIVERSAL = (
     "next: engine.load_checkpoint(DIR, load_lr_scheduler_states=False), with ZeRO 1 or 2 and "
     '"checkpoint": {"load_universal": true}; a learning-rate scheduler starts at its first step'
 )
+_LOAD_MEGATRON = "next: leave out --no-position-embedding, which --load compares and rotary embeddings ignore"
 HUGGINGFACE = Format(
     name="huggingface",
     is_in=lambda names: False,  # it is what a folder is that is nothing else
@@ -266,7 +267,14 @@ FORMATS: tuple[Format, ...] = (
         listing="reshard.formats.megatron.read",
         weights="reshard.formats.megatron.read",
         stored="reshard.formats.dcp.read",  # the folder is one of DCP, too
-        targets=(ExportTarget(to="megatron", has_state=True, reader="Megatron-LM: --load {out}"),),
+        targets=(
+            ExportTarget(
+                to="megatron",
+                has_state=True,
+                reader="Megatron-LM: --load {out}",
+                notes={"hf": _LOAD_MEGATRON},
+            ),
+        ),
     ),
 )
 

@@ -501,6 +501,7 @@ def test_optimizer_state_of_megatron_core_comes_and_goes_with_every_bit(tmp_path
 
     done = run("export", tmp_path / "packed", "--to", "megatron", "--weights-only", "--out", tmp_path / "weights")
     assert "--lr" not in done.out.split()
+    assert (again["args"].add_position_embedding, "--no-position-embedding" in done.out) == (True, True)  # compared
     assert not any("optimizer" in name for name in tensors_of(tmp_path / "weights" / "release"))
 
 
