@@ -33,7 +33,7 @@ _STATE, _GROUPS = "optimizer.state.", "optimizer.param_groups"
 _NUMBERED = re.compile(rf"{re.escape(_GROUPS)}\.(\d{{1,6}})\.([a-z0-9_]+)")
 _STEP = "step"  # of a parameter: how many it took
 _BY_NAME = "save get_optimizer_state_dict(model, optimizer), or make the optimizer with model.named_parameters()"
-_COUNTS = ("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch")
+_COUNT, _NUM_TOKENS, _EPOCH = "train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch"
 _MAX_NORM = 1.0  # of gradient clipping: torchtitan's default, and no checkpoint has it
 _FLOATS: Mapping[str, TrainedDtype] = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
 
@@ -86,7 +86,7 @@ def find_optimizer(folder: Folder, saved: DcpMetadata, names: Callable[[], Seque
         rates={parameter: options[parameter]["lr"] for parameter in state},
         num_steps=num_steps,
         differing={parameter: count for parameter, count in steps.items() if count != num_steps},
-        names=entries | set(_COUNTS),
+        names=entries | {_NUM_TOKENS, *_counts_in(saved)},
     )
 
 
@@ -129,14 +129,14 @@ def training_state(
     The learning rate is that of the next step, and stays: a checkpoint does not have its schedule.
     """
     where, num_steps = f"{folder}/{METADATA_NAME}", optimizer.num_steps
-    for name, step in _numbers(folder, saved, ("train_state.step", "lr_scheduler.last_epoch")).items():
+    for name, step in _numbers(folder, saved, _counts_in(saved)).items():
         num_steps = step if num_steps is None else num_steps
         if step != num_steps:
             raise bad_optimizer(where, f"{name} is {step}, and the optimizer took {num_steps} steps")
     if num_steps is None:
-        raise bad_optimizer(where, f"found no {_COUNTS[0]}, and its optimizer does not count steps")
-    counted = _numbers(folder, saved, ("train_state.ntokens_seen", "dataloader.world_size"))
-    tokens, num_replicas = counted.get("train_state.ntokens_seen", 0), counted.get("dataloader.world_size", 1)
+        raise bad_optimizer(where, f"found no {_COUNT}, and its optimizer does not count steps")
+    counted = _numbers(folder, saved, (_NUM_TOKENS, "dataloader.world_size"))
+    tokens, num_replicas = counted.get(_NUM_TOKENS, 0), counted.get("dataloader.world_size", 1)
     items = (item for of_kind in optimizer.moments.values() for item in of_kind.items())
     fqns = {name: [fqn for fqn in fqns_of(name, tensor) if fqn in weights] for name, tensor in items}  # not dropped
     dtypes = {weights[fqn].dtype for names in fqns.values() for fqn in names}
@@ -175,6 +175,12 @@ def _optimizer(optimizer: SavedOptimizer, fqns: Mapping[str, Sequence[str]], whe
             raise bad_optimizer(f"{where}: {name!r}", "it has other options as part of a fused projection")
     kinds = {kind: {fqn for name in tensors for fqn in fqns[name]} for kind, tensors in optimizer.moments.items()}
     return optimizer_of(group_by_fqn, kinds, _MAX_NORM)
+
+
+def _counts_in(saved: DcpMetadata) -> tuple[str, ...]:
+    """Return the entries that count steps. Schedules of other trainers than torchtitan may count epochs, or ranks."""
+    is_counted = _COUNT in saved.values or any(tensor.name == _COUNT for tensor in saved.tensors)
+    return (_COUNT, _EPOCH) if is_counted else ()
 
 
 def _num_steps(folder: Folder, tensor: DcpTensor) -> int:

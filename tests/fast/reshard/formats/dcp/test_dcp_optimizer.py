@@ -100,6 +100,11 @@ def by_number(model: Model, optimizer: torch.optim.Optimizer) -> Options:
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+def with_epochs(model: Model, optimizer: torch.optim.Optimizer) -> Options:
+    """As of a loop whose schedule steps once an epoch."""
+    return {**nested(model, optimizer), "lr_scheduler": {"last_epoch": 1}}
+
+
 def save_on_two_ranks(folder: Path, state: Options) -> None:
     """Save what both ranks have, as DDP's do: each writes some of it."""
     planners, writer = (dcp.DefaultSavePlanner(), dcp.DefaultSavePlanner()), dcp.FileSystemWriter(folder)
@@ -178,6 +183,12 @@ def test_torch_resumes_from_what_its_optimizer_becomes(
     expected, found = flattened(model, optimizer), flattened(other, resumed)
     for key in ("model", "optimizer"):
         assert [name for name in found[key] if not is_same(expected[key][name], found[key][name])] == []
+
+
+def test_epochs_of_a_schedule_are_no_steps_of_the_optimizer(tmp_path: Path) -> None:
+    pack(saved_by(one_group, with_epochs)(tmp_path / "step-2"), tmp_path / "packed")
+    manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
+    assert (manifest["training"]["step"], manifest["source"]["left_out"]) == (2, ["lr_scheduler"])
 
 
 @pytest.mark.parametrize("lost", [(), (EMBEDDING,)])
@@ -365,6 +376,7 @@ REFUSED: Mapping[str, Callable[[Path], Path]] = {
     "nadam": saved_by(of(torch.optim.NAdam), flattened),
     "radam": saved_by(of(torch.optim.RAdam), flattened),
     "steps that nothing counts": saved_by(of(torch.optim.SGD, momentum=0.9), nested),
+    "epochs, and no steps": saved_by(of(torch.optim.SGD, momentum=0.9), with_epochs),
     "an option that is no number": changed(lambda state: state["param_groups"][0].update(maximize=float("nan"))),
     "a rate that is a tensor": saved_by(lambda model: torch.optim.AdamW(model.parameters(), torch.tensor(0.1)), nested),
     "an option that AdamW does not have": changed(lambda state: state["param_groups"][0].update(rectify=True)),
