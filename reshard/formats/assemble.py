@@ -22,6 +22,7 @@ from reshard.formats.table import OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, trained_part, under_fqns, without_absent
 from reshard.tensors.source_index import record_anew
+from reshard.transforms.casts import FLOATS
 from stores.base import Folder, InputFile, read_config, read_range
 from stores.bundles import TensorAt
 
@@ -77,7 +78,13 @@ class ModelTensors:
         )
         weights = _under_owners(under_fqns(weights, shape), shape, dropped)
         shape = without_absent(shape, weights)
-        check_coverage(weights, shape, where, frozenset(dropped))
+        try:
+            check_coverage(weights, shape, where, frozenset(dropped))
+        except SourceError as error:
+            if config.fields.get("quantization_config") and all(tensor.dtype in FLOATS for tensor in weights.values()):
+                hint = f"if the weights are not quantized, remove quantization_config from {CONFIG_NAME}"
+                raise error.changed(hint=hint) from None
+            raise
         ordered = {fqn: weights[fqn] for fqn in (*shape.tensors, *weights) if fqn in weights}
         return cls(shape=shape, weights=ordered, dropped=dropped, where=where, description=options.description)
 

@@ -162,6 +162,17 @@ def test_torchtitan_checkpoint_becomes_the_model_that_its_adapter_was_given(kind
     assert_equal(exported(save(tmp_path / "step-7", kind, {**native, **others(native)}), "pp=3"), state)
 
 
+def test_config_of_quantized_weights_beside_others_is_named(tmp_path: Path) -> None:
+    """The hub's DeepSeek-V3 has such a config, and torchtitan trains it in bfloat16."""
+    native = torchtitan_state("deepseek_v3", huggingface_state("deepseek_v3", tmp_path / "model"))
+    config = save(tmp_path / "step-7", "deepseek_v3", native) / "config.json"
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": section}))
+    refused = refusal("pack", config.parent, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert refused.found == (3, "source.missing-tensor", str(config.parent))
+    assert "remove quantization_config" in refused.text
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
