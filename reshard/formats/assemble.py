@@ -239,6 +239,15 @@ def constant_rate(rates: Sequence[object]) -> LearningRate | None:
     return LearningRate(peak=float(first), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
 
 
+def common_rate(rates: Sequence[object], where: str) -> LearningRate | None:
+    """Return the learning rate that all groups have, as `constant_rate` does; refuse groups of different ones."""
+    numbers = sorted({rate for rate in rates if isinstance(rate, int | float)})
+    if len(numbers) > 1:
+        problem = f"expected one learning rate of all groups of parameters, found {numbers[0]} to {numbers[-1]}"
+        raise bad_optimizer(f"{where}: param_groups", problem)
+    return constant_rate(rates)
+
+
 def read_number(value: object, where: str) -> float:
     """Return a finite number, or the one that a tensor has."""
     if isinstance(value, TensorAt) and value.dtype in _SCALARS and value.nbytes == calcsize(_SCALARS[value.dtype]):

@@ -17,7 +17,7 @@ from reshard.formats.assemble import (
     by_options,
     check_adamw,
     checked_state,
-    constant_rate,
+    common_rate,
     group_of,
     groups_in,
     num_steps_of,
@@ -59,7 +59,7 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
         step=_num_steps(saved.steps, groups, where, fqns),
         num_tokens=0,
         dtype="F32",
-        learning_rate=constant_rate(rates),
+        learning_rate=common_rate(rates, where),
         optimizer=OptimizerState(
             name="AdamW", max_norm=_max_norm(state, ranks, where), groups=_by_options(groups, ranks, fqns, where)
         ),

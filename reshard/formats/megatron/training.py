@@ -24,7 +24,7 @@ from reshard.formats.assemble import (
     bad_optimizer,
     check_adamw,
     checked_state,
-    constant_rate,
+    common_rate,
     group_of,
     groups_in,
     num_steps_of,
@@ -109,7 +109,7 @@ def training_state(
             max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
             groups=_groups(groups, arguments, _undecayed(moments, arguments, names), place),
         ),
-        learning_rate=constant_rate([group.get("lr") for group in groups]),
+        learning_rate=common_rate([group.get("lr") for group in groups], place),
         batch=batch,
     )
     return checked_state(state, place)

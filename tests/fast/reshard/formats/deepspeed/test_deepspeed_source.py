@@ -140,6 +140,13 @@ def change_options(step: Path, **options: Any) -> None:
     torch.save({"ds_version": "0.19.8", "clip_grad": 1.0, **beside, "param_groups": [group]}, step / STATE)
 
 
+def add_group(step: Path, **options: Any) -> None:
+    """Give an optimizer a second group, with other options than the first."""
+    change_options(step)
+    (group,) = torch.load(step / STATE, weights_only=True)["param_groups"]
+    change(step / STATE, lambda state: {**state, "param_groups": [group, group | options]})
+
+
 def configure(step: Path, kind: str, **params: object) -> None:
     """Let the config of DeepSpeed name an optimizer."""
     for rank in step.glob("mp_rank_*_model_states.pt"):
@@ -262,6 +269,7 @@ UNIVERSAL_FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no options": (lambda step: (step / STATE).unlink(), "source.bad-optimizer-state"),
     "another optimizer": (lambda step: change_options(step, betas=0.9), "source.bad-optimizer-state"),
     "Adam with L2": (lambda step: change_options(step, decoupled_weight_decay=False), "source.bad-optimizer-state"),
+    "two learning rates": (lambda step: add_group(step, lr=1e-5, params=[1]), "source.bad-optimizer-state"),
     "growing weights": (lambda step: change_options(step, weight_decay=-0.1), "source.bad-optimizer-state"),
     "eps of any size": (lambda step: change_options(step, eps=10**400), "source.bad-optimizer-state"),
     "clipping to any norm": (lambda step: change_options(step, clip_grad=10**400), "source.bad-optimizer-state"),

@@ -589,6 +589,11 @@ def other_decays(common: dict[str, Any]) -> None:
     common["optimizer"]["optimizer"]["param_groups"][1]["weight_decay"] = 0.05
 
 
+def other_rates(common: dict[str, Any]) -> None:
+    """As of --decoupled-lr."""
+    common["optimizer"]["optimizer"]["param_groups"][1]["lr"] = 1e-3
+
+
 def other_steps(common: dict[str, Any]) -> None:
     common["optimizer"]["optimizer"]["param_groups"][1]["step"] = 7
 
@@ -649,7 +654,7 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        other_decays, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
+        other_decays, other_rates, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
         clip_to_too_much, too_many_tokens, ahead_of_its_iteration, decay_within_the_gradient,
         embedding_of_another_decay,
     ],
