@@ -30,6 +30,10 @@ _DESCRIBING = (
     "digests.json", ".sha1", ".sha256", ".sha512", ".md5", ".blake3", ".b3", ".sig", ".asc", ".sigstore",
     ".sigstore.json",
 )  # fmt: skip
+BESIDE_CONFIG = (  # what a run that trains on text needs
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
 _RESERVED = (MANIFEST_NAME, SOURCE_NAME, RECORD_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)
 _SUMS = re.compile(r"(md5|sha\d+|b2|b3|blake2|blake3)sums?(\.txt)?|checksums?(\.\w+)?")
 

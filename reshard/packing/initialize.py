@@ -23,6 +23,7 @@ from manifests.store import read_config, write_file
 from reshard.copy.destination import check_space
 from reshard.copy.runs import Progress, counting
 from reshard.estimate.meta_model import SHARD_NAME, SHARD_NBYTES, InitialWeights, write_initial
+from reshard.formats.auxiliary import BESIDE_CONFIG
 from reshard.formats.open import DEFAULT_DTYPE, find_config, open_config, open_source
 from reshard.packing.options import PackOptions
 from reshard.tensors.checkpoint import Checkpoint
@@ -32,11 +33,6 @@ from stores.folders.owned import files_of_manifest
 from stores.folders.publish import check_target, scratch_beside, writing_to
 
 _INIT = Parameter("init")
-# What trains on text needs beside the config.
-_BESIDE = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "generation_config.json", "chat_template.jinja",
-)  # fmt: skip
 
 
 @contextmanager
@@ -73,7 +69,7 @@ def initial_model(
     origin = Source(kind="init", location=str(config_path.resolve()), revision=f"seed {seed}, {', '.join(versions)}")
     out, total = Path(options.out), sum(tensor.nbytes for tensor in planned.tensors.values())
     shards = [SHARD_NAME.format(number) for number in range(1, 2 + 2 * total // SHARD_NBYTES)]  # at most
-    beside = [name for name in _BESIDE if (config_path.parent / name).is_file()]
+    beside = [name for name in BESIDE_CONFIG if (config_path.parent / name).is_file()]
     wanted = {f"model/{name}" for name in (CONFIG_NAME, INDEX_NAME, *beside, *shards)}
     with scratch_beside(out, wanted) as (scratch, lock):
         check_target(out, options.force, files_of_manifest)

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from manifests.errors import Parameter, SourceError, UsageError
@@ -17,10 +18,18 @@ from reshard.archives.dcp import DcpMetadata, DcpTensor, read_chunks, read_entry
 from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.archives.tensors import read_object
 from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_model_config
-from reshard.formats.auxiliary import auxiliary_files
+from reshard.formats.auxiliary import BESIDE_CONFIG, auxiliary_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
-from reshard.formats.megatron.names import COMMON_ENTRY, COMMON_NAME, EMBEDDING, INTEGRITY_NAME, MARK, Common
+from reshard.formats.megatron.names import (
+    COMMON_ENTRY,
+    COMMON_NAME,
+    EMBEDDING,
+    INTEGRITY_NAME,
+    MARK,
+    TRACKER_NAME,
+    Common,
+)
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
 from reshard.formats.table import Listing, OpenOptions
@@ -29,6 +38,7 @@ from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
 from stores.base import Folder, InputFile, read_whole
 from stores.bundles import TensorAt, join_slices
+from stores.local import LocalFolder
 
 _VERSION = 3.0  # of the order of rows of query_key_value
 _ITERATION = re.compile(r"iter_(\d{1,12})")
@@ -68,6 +78,11 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     auxiliary = (
         AuxiliaryAt(path=CONFIG_NAME, file=config.file),
         *auxiliary_files(folder, files, {METADATA_NAME, MARK_NAME, COMMON_NAME, INTEGRITY_NAME, CONFIG_NAME, *data}),
+        *(
+            AuxiliaryAt(path=name, file=file)
+            for name, file in _files_above(folder).items()
+            if name not in (CONFIG_NAME, *files)
+        ),
     )
     left_out = _left_out(saved, common, is_trained=trained is not None)
     return replace(model.checkpoint(folder, data, auxiliary, left_out), moments=moments, trained=trained)
@@ -96,6 +111,8 @@ def _read_weights(folder: Folder, saved: DcpMetadata, common: Common) -> tuple[M
     config_file: InputFile
     if CONFIG_NAME in folder.names():
         config_file = folder.file(CONFIG_NAME)
+    elif above := _files_above(folder):
+        config_file = above[CONFIG_NAME]
     else:
         text = json.dumps(config_of(arguments, embedding.dtype, common.place), indent=2) + "\n"
         config_file = MemoryFile(f"{folder}/{CONFIG_NAME}", text.encode())
@@ -105,6 +122,19 @@ def _read_weights(folder: Folder, saved: DcpMetadata, common: Common) -> tuple[M
     num_rows = embedding.chunks[0].region.whole_shape[0]
     check_arguments(arguments, config.fields, num_rows, common.place, where)
     return config, _weights(folder, weights, config.fields)
+
+
+def _files_above(folder: Folder) -> dict[str, InputFile]:
+    """Return config.json and what is beside it in the folder of the tracker, for an iteration that has none itself.
+
+    This is looked for on this machine alone, as for the steps of DeepSpeed.
+    """
+    if not isinstance(folder, LocalFolder) or CONFIG_NAME in folder.names():
+        return {}
+    above = LocalFolder(Path(folder.location).parent)
+    if not all((above.path / name).is_file() for name in (TRACKER_NAME, CONFIG_NAME)):
+        return {}
+    return {name: above.file(name) for name in (CONFIG_NAME, *BESIDE_CONFIG) if (above.path / name).is_file()}
 
 
 def _weights(folder: Folder, saved: Mapping[str, DcpTensor], config: Mapping[str, object]) -> Tensors:

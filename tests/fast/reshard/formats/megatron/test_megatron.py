@@ -274,6 +274,17 @@ def test_config_of_deepseek_v3_is_made_from_the_arguments(changes: dict[str, Any
     assert (config["model_type"], config["n_shared_experts"], config["first_k_dense_replace"]) == ("deepseek_v3", 1, 1)
 
 
+def test_config_and_tokenizer_may_be_beside_the_tracker(tmp_path: Path) -> None:
+    _, megatron = megatron_of("qwen3", tmp_path)
+    config = (megatron / "release" / "config.json").rename(megatron / "config.json")
+    for name in ("tokenizer.json", "progress.txt"):
+        (megatron / name).write_text("{}")
+    for number, source in enumerate((megatron, megatron / "release")):
+        packed = pack(source, tmp_path / f"again-{number}")
+        assert (packed / "config.json").read_bytes() == config.read_bytes()
+        assert {"tokenizer.json", "progress.txt"} & {path.name for path in packed.iterdir()} == {"tokenizer.json"}
+
+
 def test_layers_of_mtp_that_share_nothing_are_refused(tmp_path: Path) -> None:
     save_deepseek(tmp_path / "model", copies=2.0, **MTP)
     pack(tmp_path / "model", tmp_path / "packed")
