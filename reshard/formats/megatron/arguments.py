@@ -32,6 +32,7 @@ _ARCHITECTURES = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_USE_OWN, _CONVERT = "use the config.json of this model", "convert it with Megatron-Bridge, if it knows this model"
 # What no config of these families says: the values with which a model computes as transformers does.
 _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
     "rotary_seq_len_interpolation_factor": (None, 1), "rotary_base_per_layer": (None,), "no_rope_freq": (None,),
@@ -43,11 +44,17 @@ _WITHOUT_EFFECT: Mapping[str, tuple[object, ...]] = {
 
 
 def check_arguments(
-    arguments: Mapping[str, Any], config: Mapping[str, Any], num_rows: int, common: str, where: str
+    arguments: Mapping[str, Any],
+    config: Mapping[str, Any],
+    num_rows: int,
+    common: str,
+    where: str,
+    *,
+    is_made: bool = False,
 ) -> None:
     """Raise unless a config describes the model that these arguments do; `num_rows` are those of the embedding.
 
-    `common` is the place of the arguments, and `where` that of the config.
+    `common` is the place of the arguments, and `where` that of the config, unless it `is_made` of them.
     """
     expected = arguments_of(config, where)
     place = f"{common}: args"
@@ -56,12 +63,13 @@ def check_arguments(
             raise _other_model(f"{place}.{name}", "no such argument")
     for name, value in expected.items():
         if name in arguments and not _is_same(name, value, arguments[name], expected):
-            problem = f"expected {value} (config.json), found {str(arguments[name])[:80]}"
-            raise _other_model(f"{place}.{name}", problem)
+            origin, hint = (f", as {config['model_type']} has", _CONVERT) if is_made else (" (config.json)", _USE_OWN)
+            problem = f"expected {value}{origin}, found {str(arguments[name])[:80]}"
+            raise _other_model(f"{place}.{name}", problem, hint)
     for name, values in _WITHOUT_EFFECT.items():
         if (value := arguments.get(name)) not in values:
             problem = f"expected {values[-1]}, as transformers computes, found {str(value)[:80]}"
-            raise _other_model(f"{place}.{name}", problem, "convert it with Megatron-Bridge, if it knows this model")
+            raise _other_model(f"{place}.{name}", problem, _CONVERT)
     _check_vocabulary(arguments, config["vocab_size"], num_rows, place)
 
 
@@ -199,7 +207,7 @@ def _check_vocabulary(arguments: Mapping[str, Any], vocab: int, num_rows: int, p
         raise _other_model(f"{place}.make_vocab_size_divisible_by", problem)
 
 
-def _other_model(where: str, problem: str, hint: str = "use the config.json of this model") -> SourceError:
+def _other_model(where: str, problem: str, hint: str = _USE_OWN) -> SourceError:
     return SourceError(where, problem, hint, code="source.megatron-arguments")
 
 
@@ -356,8 +364,7 @@ class ConfigFields:
 
     def refuse(self, name: str, allowed: object, value: object) -> ModelError:
         problem = f"Megatron-Core's model expects {allowed}, found {str(value)[:80]}"
-        hint = "convert it with Megatron-Bridge, if it knows this model"
-        return ModelError(f"{self.where}: config.json: {name}", problem, hint, code="model.not-in-megatron")
+        return ModelError(f"{self.where}: config.json: {name}", problem, _CONVERT, code="model.not-in-megatron")
 
     def rope(self) -> Rope:
         """Return the rotary embeddings, which transformers 5 has in `rope_parameters`, 4 in two fields."""

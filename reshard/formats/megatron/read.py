@@ -120,7 +120,8 @@ def _read_weights(folder: Folder, saved: DcpMetadata, common: Common) -> tuple[M
     if config.shape is None:  # which refuses it: its sizes are known from names that this format does not have
         model_shape(config.fields, str(config_file))
     num_rows = embedding.chunks[0].region.whole_shape[0]
-    check_arguments(arguments, config.fields, num_rows, common.place, where)
+    is_made = isinstance(config_file, MemoryFile)
+    check_arguments(arguments, config.fields, num_rows, common.place, where, is_made=is_made)
     return config, _weights(folder, weights, config.fields)
 
 

@@ -165,6 +165,18 @@ def test_arguments_that_disagree_with_the_config_are_refused(
     assert where.endswith(f"common.pt: args.{name}")
 
 
+def test_arguments_of_an_unknown_model_are_not_compared_with_a_config_that_is_absent(tmp_path: Path) -> None:
+    """As of Mixtral, which has experts and no norms of queries and keys."""
+    _, megatron = megatron_of("qwen3_moe", tmp_path)
+    (megatron / "release" / "config.json").unlink()
+    common = torch.load(megatron / "release" / "common.pt", weights_only=False)
+    common["args"].qk_layernorm = False
+    torch.save(common, megatron / "release" / "common.pt")
+    error = refusal("pack", megatron, "--layout", "pp=1", "--out", tmp_path / "out")
+    assert error.found[1:] == ("source.megatron-arguments", f"{megatron}/release/common.pt: args.qk_layernorm")
+    assert ("Megatron-Bridge" in error.text, "config.json" in error.text) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "is_refused"),
     [
