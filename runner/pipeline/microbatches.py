@@ -64,8 +64,9 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             yield
     finally:
-        for module, is_training in modes.items():
-            module.training = is_training
+        for module, is_training in modes.items():  # parents first, as they change the modes of their children
+            if module.training != is_training:
+                module.train(is_training)
 
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:

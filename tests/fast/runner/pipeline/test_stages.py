@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -131,6 +131,24 @@ def test_module_that_was_built_in_evaluation_mode_is_still_in_it_after_an_evalua
         assert not any(module.training for module in chunk.modules())
     assert not frozen.training
     assert [module.training for module in chunk.modules()] == modes
+
+
+class Merged(nn.Module):
+    """A layer that merges its adapter into its weight in evaluation mode, as those of loralib do."""
+
+    is_merged = False
+
+    def train(self, mode: bool = True) -> Self:
+        self.is_merged = not mode
+        return super().train(mode)
+
+
+def test_modules_act_on_the_mode_that_they_return_to_after_an_evaluation() -> None:
+    trained, frozen = Merged(), Merged().eval()
+    with evaluating([nn.Sequential(trained, frozen)]):
+        assert trained.is_merged
+    assert not trained.is_merged
+    assert frozen.is_merged
 
 
 # What a loss of another package may ask of a run, and return.
