@@ -22,7 +22,7 @@ from runner.data.sequences import Batch, build_batch
 from runner.models.routers import Router
 from runner.pipeline.heads import of_evaluation
 from runner.pipeline.losses import Loss
-from runner.proof.stages import LENGTH, SelfChecked, largest_of, rms_of, run_loss
+from runner.proof.stages import LENGTH, SelfChecked, check_gradients, largest_of, rms_of, run_loss
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.training.algorithms import algorithms_of
 from runner.training.optimizer import plain_adamw
@@ -124,6 +124,8 @@ def draw_rows(seed: int, num_rows: int, vocab_size: int, *, is_masked: bool, for
         text[-1] = _FILLER
     fields = {name: torch.rand(num_rows, LENGTH, generator=drawn) + 0.5 for name in (form.per_token if form else ())}
     fields |= {name: torch.rand(num_rows, generator=drawn) + 0.5 for name in (form.per_row if form else ())}
+    for values in fields.values():
+        values[..., ::2] = 1  # as of flags: a loss may count nothing else
     return Rows(documents=tuple(documents), is_masked=is_masked, fields=fields)
 
 
@@ -203,6 +205,7 @@ def run_reference(
     parameters = list(whole.body.parameters())
     gradients = {parameter: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                  for parameter in parameters}  # fmt: skip
+    check_gradients(loss_function, gradients.values())
     rounded = gradients if compute_dtype == dtype else _rounded_gradients(
         whole, rows, compute_dtype, loss_function, balance)  # fmt: skip
     in_files = _in_files(whole, gradients)

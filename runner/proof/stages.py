@@ -13,8 +13,9 @@ evaluation mode, which is all that `runner eval` computes, is compared, too: a m
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -199,10 +200,22 @@ def run_loss(loss: Loss, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     except Exception as error:
         if not loss.is_own:
             raise
-        problem = f"fails in the self-check, which has random tokens and fields: {describe(error)}"
-        hint = "fix the loss, which docs/own-data.md describes"
-        raise UsageError("--loss", problem, hint, code="options.loss") from error
+        problem = f"fails in the self-check, which has random tokens and fields, on CPUs: {describe(error)}"
+        raise _wrong_loss(problem) from error
     return summed / loss.take_count()
+
+
+def check_gradients(loss: Loss | None, gradients: Iterable[torch.Tensor]) -> None:
+    """Check that a loss of another package has gradients by which a step can be compared."""
+    largest = max(map(largest_of, gradients))
+    if loss is not None and loss.is_own and not 0 < largest < math.inf:
+        kind = "gradients that are not finite" if largest else "no gradient but 0"
+        raise _wrong_loss(f"has {kind} in the self-check, of whose random tokens and fields it may count none")
+
+
+def _wrong_loss(problem: str) -> UsageError:
+    hint = "fix the loss, which docs/own-data.md describes; if it is of other tokens or GPUs alone, use --no-self-check"
+    return UsageError("--loss", problem, hint, code="options.loss")
 
 
 def _failed(family: SelfChecked, what: str) -> ModelError:
