@@ -38,6 +38,7 @@ _COARSE = 2e-3  # times the relative difference of updates: Newton-Schulz iterat
 _LEAST = 1e-3  # of the largest gradient: what is smaller may be nothing but rounding
 _LEAST_ELEMENT = 1e-6  # of the largest gradient: the same of an element
 _LEAST_UPDATE = 0.1  # of the learning rate: what a class without an epsilon may make of it
+_OPPOSITE = 2.0  # the same of a class by its dotted name, which may step by the sign
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -144,7 +145,7 @@ class Reference:
     evaluation: float  # the loss in evaluation mode, after the step
     optim: OptimOptions
     coarse: frozenset[str]  # weights whose step is computed in bfloat16
-    scale_free: frozenset[str]  # weights whose step may be as large where a gradient is nothing but rounding
+    scale_free: Mapping[str, float]  # by how much weights may differ where a gradient is nothing but rounding
     is_training: bool  # whether modules were in training mode: not if they draw random numbers there
 
     def distance(self, gradient: Piece) -> float:
@@ -161,7 +162,7 @@ class Reference:
         if fqn in self.scale_free:
             least = _LEAST_ELEMENT * max(map(largest_of, self.gradients.values()))
             is_rounding = self.gradients[fqn][index].abs() <= least
-            difference = torch.where(is_rounding, (difference.abs() - _LEAST_UPDATE * _LR).relu(), difference)
+            difference = torch.where(is_rounding, (difference.abs() - self.scale_free[fqn]).relu(), difference)
         if fqn not in self.coarse:
             return largest_of(difference) / _LR
         return _COARSE * rms_of(difference) / max(1e-30, rms_of(self.stepped[fqn] - self.weights[fqn]))
@@ -196,8 +197,7 @@ def run_reference(
     loss = _loss(whole, rows, loss_function)
     is_training = torch.equal(state, torch.get_rng_state())
     if not is_training:
-        whole.eval()
-        loss = _loss(whole, rows, loss_function)
+        loss = _loss(whole.eval(), rows, loss_function)
     if balance is not None:
         routed = _route(whole, rows)
         loss = loss + balance.loss(routed)
@@ -211,7 +211,6 @@ def run_reference(
     in_files = _in_files(whole, gradients)
     fqns = _fqns_of(whole, parameters)
     plan = optim.plan or plain_adamw(((fqn, in_files[fqn]) for fqn in fqns), optim)
-    optim = replace(optim, plan=plan)
     numbers = GroupNumbers(plan.groups, [[member.fqn for member in group.members] for group in ties])
     is_clipped = {fqn: not plan.groups[numbers.of(fqn)].skips_clipping for fqn in fqns}
     in_rounded_files = _in_files(whole, rounded)
@@ -219,7 +218,7 @@ def run_reference(
         _norm(of_parameters.values() if all(is_clipped.values()) else (of_files[f] for f in fqns if is_clipped[f]))
         for of_parameters, of_files in ((gradients, in_files), (rounded, in_rounded_files))
     )
-    optim = _small_step(optim, norm, _EPS * max(map(largest_of, gradients.values())))
+    optim = _small_step(replace(optim, plan=plan), norm, _EPS * max(map(largest_of, gradients.values())))
     clipped, rounded_clipped = (
         {
             fqn: gradient * (optim.max_norm / (of_norm + 1e-6) if optim.max_norm and is_clipped.get(fqn) else 1.0)
@@ -258,7 +257,7 @@ def run_reference(
 
 def _take_step(
     whole: Any, gradients: Mapping[str, torch.Tensor], optim: OptimOptions, numbers: GroupNumbers
-) -> tuple[frozenset[str], frozenset[str]]:
+) -> tuple[frozenset[str], Mapping[str, float]]:
     """Step the tensors of files, one by one, with torch's own classes; return the coarse and the scale-free ones.
 
     A parameter of the model may consist of several: what each element of them is, numbers in their place tell.
@@ -273,7 +272,7 @@ def _take_step(
     )
     before = torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
     flat = before.clone()  # a tied weight is stepped under each of its names, each time from what it was
-    coarse, scale_free = set[str](), set[str]()
+    coarse, scale_free = set[str](), dict[str, float]()
     for fqn, gradient in gradients.items():
         algorithm, place = algorithms[numbers.of(fqn)], places_in_files[fqn].long()
         weight = before[place]
@@ -286,10 +285,11 @@ def _take_step(
         optimizer.step()
         flat[place] = torch.stack([matrix.detach() for matrix in matrices]).view(weight.shape)
         coarse |= {fqn} if algorithm.num_dims == {2} else set()
-        scale_free |= set() if algorithm.group.eps or algorithm.name == "SGD" else {fqn}
+        if not algorithm.group.eps and algorithm.name != "SGD":
+            scale_free[fqn] = (_OPPOSITE if "." in algorithm.name else _LEAST_UPDATE) * algorithm.scale_rate(_LR)
     for parameter, values in zip(parameters, torch.split(flat, sizes), strict=True):
         parameter.data = values.view(parameter.shape)
-    return frozenset(coarse), frozenset(scale_free)
+    return frozenset(coarse), scale_free
 
 
 def _norm(gradients: Iterable[torch.Tensor]) -> float:

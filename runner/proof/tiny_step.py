@@ -7,9 +7,9 @@ most 1e-3 (a token between two experts may choose another one, which changes all
 least 2e-5: all gradients are clipped by it. The loss may differ by 1e-5. A weight after the step may differ by 1e-3 of
 the learning rate: epsilon is a tenth of the largest gradient. Adafactor and others have no such epsilon, and may step
 an element of gradient 0, such as of a bias of keys, by what rounding leaves: where it is below 1e-6 of the largest
-gradient, a weight may differ by a tenth of the learning rate. Muon's updates, in bfloat16, may differ by half of their
-root mean square, and in fp64 by 5e-8: right ones of the catalogue differed by up to 0.33 in fp32, those of halves of a
-matrix by 0.67 and more.
+gradient, a weight may differ by a tenth of the learning rate, and with classes by their dotted names, which may step by
+the sign, by twice the rate. Muon's updates, in bfloat16, may differ by half of their root mean square, and in fp64 by
+5e-8: right ones of the catalogue differed by up to 0.33 in fp32, those of halves of a matrix by 0.67 and more.
 
 # Note [Float32 as float64]
 Norms, routers, rotary embeddings and softmaxes cast to float32 whatever the dtype of the model is. In a model of

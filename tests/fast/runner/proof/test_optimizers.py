@@ -37,3 +37,10 @@ def test_a_run_that_clips_nothing_passes(text: str, flags: tuple[str, ...], tmp_
 )
 def test_biases_of_keys_pass_with_adafactor(architecture: str, dtypes: tuple[str, ...]) -> None:
     assert compare(combination(architecture, 1, "--optimizer", "adafactor", *dtypes))[1] is None
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_biases_of_keys_pass_with_steps_by_the_sign(factor: int, tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    file.write_text(f'[[group]]\nalgorithm = "tests.toy_optimizers.Signs"\nrate_factor = {factor}\n')
+    assert compare(combination("OPTForCausalLM", 1, "--optimizer", str(file)))[1] is None
