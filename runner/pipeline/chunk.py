@@ -40,7 +40,7 @@ class StageChunk(nn.Module):
         self.dtypes: Mapping[str, torch.dtype] = {}  # of those of them that have others than computation, by name
         self.io: StageIO | None = None
         self.head: ChunkedHead | None = None  # if logits are computed in chunks of tokens
-        # Adds gradients after the second part of a split backward, which autograd and FSDP do not see.
+        # Adds gradients after a backward that FSDP does not see: the second part of a split one, or of the head alone.
         self.accumulate: Callable[[], None] = lambda: None
 
     def forward(self, *arrived: Any, **context: torch.Tensor) -> Any:

@@ -230,6 +230,8 @@ class _Plain:
                 loss = loss_fn(crossing, microbatch)
             with recorder.action("B", last, number):  # of all stages at once
                 torch.autograd.backward(loss)
+                for chunk in self._chunks:  # FSDP does not where no output of a chunk has a gradient
+                    chunk.accumulate()
             return_holes(self._device.type)
             losses.append(loss.detach())
         return total(losses)

@@ -25,6 +25,7 @@ from manifests.schedules.lowering import lower
 from manifests.schema import StateKind
 from runner.config.parallel_dims import ParallelDims
 from runner.config.schema import BatchOptions, ComputeOptions, OptimOptions
+from runner.data.sequences import Batch
 from runner.models import family_for
 from runner.parallel.mesh import Mesh
 from runner.parallel.parallelize import Parallel, parallelize
@@ -305,6 +306,46 @@ def test_shards_accumulate_in_the_wider_dtype_of_masters_and_reduction(
     check_equal(gradients_of_shards(folder, compute), {fqn: gradient.to(master) for fqn, gradient in sums.items()})
 
 
+def shard(chunks: tuple[StageChunk, ...], folder: Path, compute: ComputeOptions) -> Parallel:
+    """Fill chunks, and let FSDP shard them over all ranks."""
+    master, reduced = (DTYPES[name] for name in (compute.master_dtype, compute.reduce_dtype))
+    fill(chunks, folder, master)
+    sizes = (1, 1, dist.get_world_size(), 1)
+    mesh = Mesh(
+        degrees=ParallelDims(pipeline=1, shard=2),
+        rank=dist.get_rank(),
+        device_mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
+    )
+    for chunk in chunks:
+        parallelize(chunk, mesh, compute)
+    return Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduced, dtype=master)
+
+
+def test_shards_of_a_head_that_is_trained_alone_accumulate_in_float32(folder: Path, alone: DeviceMesh) -> None:
+    """Its loss in chunks is computed after the body, of which no output has a gradient."""
+    assert alone.size() == 1
+    family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
+    chunks, compute = build_chunks(family, (family.modules,), (0,)), replace(MIXED, loss_chunk=16)
+    chunks[0].freeze(lambda fqn: fqn.startswith("lm_head."))
+    parallel = shard(chunks, folder, compute)
+    apply_compute_options(chunks, 1, compute)
+    options, placement = replace(BATCH, global_batch=1, microbatch=1), Placement(num_stages=1, num_ranks=1)
+    metadata = plan_stage_metadata(family, (family.modules,), torch.bfloat16)
+    schedule = build_schedule(find_timetable("1F1B", placement, 1), chunks, metadata, options)
+
+    def gradient_of(rows: Batch) -> torch.Tensor:
+        chunks[0].zero_grad()
+        parallel.defer_gradient_sync()
+        schedule.train(rows, replace(options, global_batch=len(rows.tokens)))
+        parallel.reduce_gradients()
+        (gradient,) = gradients_of(chunks).values()
+        return local_of(gradient).clone()
+
+    batch = padded_batch(0, size=BATCH.global_batch)
+    parts = [gradient_of(batch.rows(number, 1)) for number in range(BATCH.global_batch)]
+    assert torch.equal(gradient_of(batch), reduce(torch.add, parts))
+
+
 def gradients_of_shards(
     folder: Path, compute: ComputeOptions, step: int = 0, backward: str = "BBBB"
 ) -> Mapping[str, torch.Tensor]:
@@ -315,16 +356,7 @@ def gradients_of_shards(
     family = family_for(read_config(folder), max_seq_len=BATCH.seq_len)
     stage_modules = split_evenly(family.modules, 2)
     chunks, options = build_chunks(family, stage_modules, range(2)), replace(BATCH, microbatch=1)
-    dtype, master, reduced = (DTYPES[name] for name in (compute.dtype, compute.master_dtype, compute.reduce_dtype))
-    fill(chunks, folder, master)
-    sizes = (1, 1, dist.get_world_size(), 1)
-    mesh = Mesh(
-        degrees=ParallelDims(pipeline=1, shard=2),
-        rank=dist.get_rank(),
-        device_mesh=init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")),
-    )
-    for chunk in chunks:
-        parallelize(chunk, mesh, compute)
+    parallel = shard(chunks, folder, compute)
     microbatches = range(options.num_microbatches)
     actions = [Action(stage=stage, kind="F", microbatch=number) for stage in range(2) for number in microbatches]
     counts: Counter[str] = Counter()
@@ -334,10 +366,9 @@ def gradients_of_shards(
     actions += (Action(stage=0, kind="B", microbatch=number) for number in microbatches)
     placement = Placement(num_stages=2, num_ranks=1)
     table = lower(Table(placement=placement, num_microbatches=len(microbatches), ranks=(tuple(actions),)))
-    metadata = plan_stage_metadata(family, stage_modules, dtype)
+    metadata = plan_stage_metadata(family, stage_modules, DTYPES[compute.dtype])
     timetable = Timetable(name="split", placement=placement, file=table)
-    pipeline = Pipeline(timetable, chunks, metadata, options, mesh.pipeline)
-    parallel = Parallel(mesh=mesh, chunks=chunks, reduce_dtype=reduced, dtype=master)
+    pipeline = Pipeline(timetable, chunks, metadata, options, parallel.mesh.pipeline)
     parallel.defer_gradient_sync()
     pipeline.train(padded_batch(step, size=options.global_batch))
     parallel.reduce_gradients()
