@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import torch
@@ -57,6 +58,17 @@ class Loss:
                 raise UsageError("--loss", problem, "compute the sum from logits, with gradients", code="options.loss")
             summed = summed + logits[..., :0].sum()  # 0: all ranks run the backward, with gradients of zero
         return summed / num_tokens
+
+    def to(self, device: torch.device) -> None:
+        """Move the tensors of a loss that is a module."""
+        if isinstance(self._function, nn.Module):
+            self._function.to(device)
+
+    def in_float64(self) -> Loss:
+        """Return the loss with the tensors of a module in float64."""
+        if not isinstance(self._function, nn.Module):
+            return self
+        return Loss(deepcopy(self._function).double(), self.form, is_own=self.is_own)
 
     def take_count(self) -> float | torch.Tensor:
         """Return the sum of the counts since the last call, on the device."""
@@ -149,6 +161,9 @@ def _load(name: str) -> Loss:
     if not inspect.isfunction(code):
         problem = f"expected a function, or an object with __call__, found {kind.__name__}"
         raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
+    if isinstance(function, nn.Module) and any(weight.requires_grad for weight in function.parameters()):
+        problem = "has parameters, which no optimizer would step and no checkpoint would have"
+        raise UsageError(f"--loss {name}", problem, "make them buffers, or constants", code="options.loss")
     parameters = inspect.signature(code).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     try:

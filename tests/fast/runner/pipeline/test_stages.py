@@ -248,6 +248,22 @@ def test_fields_of_a_loss_that_is_a_module_are_those_of_its_forward(monkeypatch:
     assert loss.form.per_row == ("reference",)
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return self.weight * logits.sum(), len(labels)
+
+
+def test_loss_with_parameters_that_no_optimizer_would_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError) as error:
+        load(monkeypatch, Weighted())
+    assert (error.value.code, error.value.where) == ("options.loss", "--loss pairs")
+    assert load(monkeypatch, Weighted().requires_grad_(False)) is not None
+
+
 def of_checkers(logits: Logits, labels: torch.Tensor) -> Any:  # type: ignore[name-defined]  # noqa: F821
     return logits.sum(), len(labels)
 

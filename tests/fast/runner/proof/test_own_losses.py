@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from manifests.errors import UsageError
 from runner.data.rows import IGNORED, RowForm
 from runner.pipeline.losses import Loss
 from runner.proof.proving import compare
+from runner.proof.stages import tiny_of
 from tests.fast.runner.proof.combinations import combination
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -53,3 +55,38 @@ def test_loss_that_counts_no_random_token_is_named(least: int) -> None:
     with pytest.raises(UsageError) as error:
         compare(run)
     assert (error.value.code, error.value.where) == ("options.loss", "rank 0: --loss")
+
+
+class Weighted(nn.Module):
+    """A loss with a weight of each token, as of a class, in float32."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.devices = list[torch.device]()
+        self.register_buffer("weight", torch.linspace(0.5, 1.5, vocab_size))
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)
+        self.devices.append(self.get_buffer("weight").device)  # that it was moved to
+        return self
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits, weight = logits.flatten(0, 1).float(), self.get_buffer("weight")
+        summed = cross_entropy(logits, labels.flatten(), weight, reduction="sum", ignore_index=IGNORED)
+        return summed, (labels != IGNORED).sum()
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "devices"), [((), []), (("--dtype", "bf16", "--master-dtype", "fp32"), [torch.device("cpu")])]
+)
+def test_loss_with_a_buffer_passes_and_is_moved_to_the_device_of_the_stages(
+    dtypes: tuple[str, ...], devices: list[torch.device]
+) -> None:
+    """In float64, a copy of it."""
+    run = combination("LlamaForCausalLM", 1, *dtypes)
+    module = Weighted(tiny_of(run.family).vocab_size)
+    loss = Loss(module, RowForm(), is_own=True)
+    assert compare(replace(run, loss=loss))[1] is None
+    assert (module.get_buffer("weight").dtype, module.devices) == (torch.float32, devices)
+    loss.to(torch.device("meta"))
+    assert module.get_buffer("weight").is_meta
