@@ -87,8 +87,6 @@ class MtpLoss:
     is of another document than the token.
     """
 
-    is_own = False
-
     def __init__(
         self,
         weight: float,
