@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from manifests.digest import is_digest
@@ -44,6 +45,20 @@ def check_model(manifest: Manifest, shape: ModelShape, where: str = "manifest.js
         ManifestError: listing every violation.
     """
     _raise_all(list(_model_problems(manifest, shape)), where)
+
+
+def as_packed(shape: ModelShape, manifest: Manifest) -> ModelShape:
+    """Return the config's shape without the ties of weights that the source stored with different values.
+
+    The manifest has no such tie, and counts both weights. What a description ties is never stored so.
+    """
+    tied = {frozenset(member.fqn for member in group.members) for group in manifest.ties}
+    untied = replace(shape, ties=tuple(group for group in shape.ties if frozenset(group) in tied))
+    if untied.ties == shape.ties or manifest.model.description is not None:
+        return shape
+    modules = {module for stage in manifest.stages for module in stage.modules}
+    stored = untied.without(untied.optional.difference(modules))
+    return untied if stored.num_params == manifest.model.num_params else shape
 
 
 def problems(manifest: Manifest) -> Iterator[tuple[str, str]]:

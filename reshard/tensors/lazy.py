@@ -146,6 +146,8 @@ def have_equal_bytes(first: TensorAt, second: TensorAt) -> bool:
     """Return whether two tensors are of one dtype and shape, and have equal digests, or else bytes, which are read."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
+    if (first.file, first.begin) == (second.file, second.begin):
+        return True
     if first.blake3 is not None and second.blake3 is not None:
         return first.blake3 == second.blake3
     return all(map(eq, read_blocks(first), read_blocks(second)))

@@ -94,6 +94,8 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
     shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location), checkpoint.description)
     shape = without_absent(shape, tensors)
+    tied, stored = checkpoint.shape.ties, checkpoint.tensors.keys()
+    shape = replace(shape, ties=tuple(group for group in shape.ties if group in tied or not stored >= {*group}))
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = encode_config(with_dtype(config, dtype))

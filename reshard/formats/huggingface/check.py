@@ -84,7 +84,8 @@ def _check_model(
             _report_gaps(folder, weights, config, findings)
         else:
             _report_coverage(folder, weights, shape, findings)
-    if shape is not None:
+    # What a class ties by default is untied where the values differ, and nobody said otherwise.
+    if shape is not None and (config.get("tie_word_embeddings") or description is not None):
         _report_ties(weights, shape, findings, progress)
     if TOKENIZER_NAME in files:
         _report_vocabulary(folder, weights, findings)

@@ -6,14 +6,14 @@ import json
 import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME, OTHER_WEIGHTS
-from manifests.models import is_sized_by_files, model_shape
+from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.adapters import PEFT_CONFIG, merge_hint
-from manifests.models.config import CONFIG_NAME
+from manifests.models.config import CONFIG_DTYPES, CONFIG_NAME
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from manifests.store import newest_below
@@ -33,8 +33,9 @@ from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, under_fqns, without_absent
-from reshard.tensors.lazy import FolderInPart
+from reshard.tensors.lazy import FolderInPart, have_equal_bytes
 from reshard.tensors.source_index import SUFFIX, RecordedShard, SourceRecord, index_of, shard_anew
+from reshard.transforms.casts import FLOATS, cast_tensor
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.workers import each_file_header, each_of
@@ -83,6 +84,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
+    if description is None:
+        shape = _without_unequal_ties(shape, tensors, config)
     weights = set(shards.names)
     others = {*shards.beside, *filter(names_weights, files)}
     if dropped or shards.are_torch:  # no export gives back the files of the source
@@ -102,6 +105,25 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
         ),
         description=description,
     )
+
+
+def _without_unequal_ties(
+    shape: ModelShape, tensors: Mapping[str, TensorAt], config: Mapping[str, object]
+) -> ModelShape:
+    """Return the shape without the ties of weights that are stored twice, with different values in the model's dtype.
+
+    Source: `PreTrainedModel.tie_weights`, transformers 5.23, whatever the config says.
+    """
+    dtype, ties = str(config.get("dtype") or config.get("torch_dtype")), list[tuple[str, ...]]()
+    for group in shape.ties:
+        first, *others = [tensors[fqn] for fqn in group if fqn in tensors]
+        kinds = {tensor.dtype for tensor in (first, *others)}
+        if len(kinds) > 1 and kinds <= FLOATS:
+            common = CONFIG_DTYPES.get(dtype, first.dtype)
+            first, *others = [cast_tensor(tensor, common) for tensor in (first, *others)]
+        if all(have_equal_bytes(first, other) for other in others):
+            ties.append(group)
+    return replace(shape, ties=tuple(ties))
 
 
 def no_config(folder: Folder, files: Collection[str]) -> SourceError:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ManifestError, Parameter, ShardError
 from manifests.index import INDEX_NAME
-from manifests.invariants import SOURCE_NAME, check_model
+from manifests.invariants import SOURCE_NAME, as_packed, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.models.adapters import has_adapters
 from manifests.models.config import CONFIG_NAME
@@ -78,7 +78,7 @@ def describe(read: ReadManifest) -> Described:
     description = manifest.model.description
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
-    shape = model_shape(config, str(config_file), stored_names, description)
+    shape = as_packed(model_shape(config, str(config_file), stored_names, description), manifest)
     check_model(manifest, shape, str(read))
     _check_files(manifest.files, record, str(read))
     return Described(read=read, record=record, shape=shape)

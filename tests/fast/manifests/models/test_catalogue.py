@@ -17,8 +17,9 @@ from manifests.errors import UserError
 from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
 from runner.models import family_for
+from stores.open import open_manifest
 from tests.builders import files_in, llama_config, pack, random_tensors, reshard, run, write_model
-from tests.fast.manifests.models.catalogued import DOZEN, config_of, save_tiny, stored_by
+from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny, stored_by
 from tools.parity import compare
 
 OTHERS = tuple(name for name in catalogued() if name not in DOZEN)
@@ -103,6 +104,33 @@ def test_towers_go_with_the_first_stage_and_can_be_dropped(tmp_path: Path) -> No
 
 def family(folder: Path) -> Any:
     return family_for(json.loads((folder / "config.json").read_text()), max_seq_len=16)
+
+
+@pytest.mark.parametrize("of_text", [None, False, True])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_head_that_its_class_ties_by_default_is_tied_where_transformers_ties_it(
+    is_copy: bool, of_text: bool | None, tmp_path: Path
+) -> None:
+    """The files decide where config.json does not, whatever its text_config says."""
+    source, model_class = tmp_path / "source", transformers.Mistral3ForConditionalGeneration
+    with quiet():
+        model = model_class(config_of(model_class.__name__, tie_word_embeddings=False))
+    if is_copy:
+        model.lm_head.weight.data.copy_(model.get_input_embeddings().weight.data)
+    model.save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    config["text_config"].pop("tie_word_embeddings", None)
+    config["text_config"] |= {} if of_text is None else {"tie_word_embeddings": of_text}
+    (source / "config.json").write_text(json.dumps(config))
+    run("check", source)
+    out = pack(source, tmp_path / "out")
+    run("verify", out, "--against", source)
+    assert bool(open_manifest(out).manifest.ties) == is_copy
+    for folder in (source, out):
+        with quiet():
+            read = model_class.from_pretrained(folder)
+        assert (read.lm_head.weight is read.get_input_embeddings().weight) == is_copy
 
 
 def test_layers_that_are_missing_in_the_middle_are_named() -> None:

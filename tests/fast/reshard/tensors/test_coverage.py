@@ -6,9 +6,11 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from stores.open import open_manifest
 from tests.builders import (
     EMBEDDING,
     HEAD,
@@ -21,6 +23,7 @@ from tests.builders import (
     random_tensors,
     refusal,
     reshard,
+    run,
     write_model,
     write_safetensors,
 )
@@ -99,26 +102,42 @@ def test_head_and_embedding_of_which_no_copy_is_stored_are_missing(
     assert f": {', '.join(missing)}\n" in text
 
 
-def test_tied_copies_that_differ_are_refused_and_one_may_be_dropped(
-    tmp_path: Path, wording: Callable[[str], None]
-) -> None:
-    config = llama_config(tie_word_embeddings=True)
-    tensors = random_tensors(llama_config())
-    write_model(tmp_path / "source", config, tensors)
-    found, text = refused(tmp_path / "source")
-    assert found == ("source.tied-values-differ", "SOURCE/model.safetensors")
-    wording(text)
-    pack(tmp_path / "source", tmp_path / "out", "pp=2", "--drop", HEAD)
-    rows = reshard("inspect", tmp_path / "out", "--tensors", "--json").json["tensors"]
+def write_with_head(source: Path, head: Tensor, **config: Any) -> Path:
+    """Write a model whose config ties the head to the embedding, and whose file has a head as well."""
+    config = llama_config(tie_word_embeddings=True, **config)
+    write_model(source, config, random_tensors(config) | {HEAD: head})
+    return source
+
+
+def test_tied_copies_that_differ_are_two_weights_unless_one_is_dropped(tmp_path: Path) -> None:
+    """As `from_pretrained` reads them, which warns of the config."""
+    source = write_with_head(tmp_path / "source", random_tensors(llama_config())[HEAD])
+    out = pack(source, tmp_path / "out", "pp=2")
+    assert open_manifest(out).manifest.ties == ()
+    run("verify", out, "--against", source)
+    pack(out, tmp_path / "again", "pp=4")
+    run("export", tmp_path / "again", "--to", "hf", "--out", tmp_path / "exported")
+    assert files_in(tmp_path / "exported") == files_in(source)
+    pack(source, tmp_path / "dropped", "pp=2", "--drop", HEAD)
+    rows = reshard("inspect", tmp_path / "dropped", "--tensors", "--json").json["tensors"]
     assert {row["fqn"]: row["blake3"] for row in rows}[HEAD] == rows[0]["blake3"]
 
 
-def test_tied_copies_of_equal_bytes_in_two_dtypes_are_refused(tmp_path: Path) -> None:
-    config = llama_config(tie_word_embeddings=True)
-    tensors = random_tensors(config, dtypes=["BF16"])
-    tensors[HEAD] = replace(tensors[EMBEDDING], dtype="F16")
-    write_model(tmp_path / "source", config, tensors)
-    assert refused(tmp_path / "source")[0] == ("source.tied-values-differ", "SOURCE/model.safetensors")
+def test_tied_copies_of_equal_bytes_in_two_dtypes_are_two_weights(tmp_path: Path) -> None:
+    embedding = random_tensors(llama_config())[EMBEDDING]
+    source = write_with_head(tmp_path / "source", replace(embedding, dtype="F16"), dtype="float32")
+    assert open_manifest(pack(source, tmp_path / "out")).manifest.ties == ()
+
+
+def test_tied_copies_that_are_equal_in_the_dtype_of_the_model_alone_are_refused(
+    tmp_path: Path, wording: Callable[[str], None]
+) -> None:
+    embedding = random_tensors(llama_config())[EMBEDDING]
+    pairs = (embedding.data[begin : begin + 2] for begin in range(0, len(embedding.data), 2))
+    head = replace(embedding, dtype="F32", data=b"".join(b"\x00\x00" + pair for pair in pairs))
+    found, text = refused(write_with_head(tmp_path / "source", head, dtype="bfloat16"))
+    assert found == ("source.tied-values-differ", "SOURCE/model.safetensors")
+    wording(text)
 
 
 def test_tensor_in_two_shards_is_refused(tmp_path: Path, wording: Callable[[str], None]) -> None:

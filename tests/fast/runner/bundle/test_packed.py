@@ -20,7 +20,7 @@ from stores.folders.owned import check_ours, write_record
 from stores.local import LocalFolder
 from stores.open import open_manifest
 from stores.versions import numbers_in
-from tests.builders import llama_config, pack, refusal, weights_path, write_model
+from tests.builders import llama_config, pack, random_tensors, refusal, weights_path, write_model
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,14 @@ def read_all(packed: Path) -> None:
     for shard in read.manifest.shards:
         open_shard(packed, shard)
     open_packed(read)
+
+
+def test_tied_copies_that_differ_are_two_weights(tmp_path: Path) -> None:
+    """Modules are built of the config, which must not tie them."""
+    config = llama_config(tie_word_embeddings=True)
+    write_model(tmp_path / "model", config, random_tensors(llama_config()))
+    found = open_packed(open_manifest(pack(tmp_path / "model", tmp_path / "out")))
+    assert (found.shape.ties, found.config) == ((), {**config, "tie_word_embeddings": False})
 
 
 @pytest.mark.usefixtures("python_3_14")
