@@ -16,6 +16,7 @@ FORMAT = "reshard-manifest"
 VERSIONS = (1, 2)
 SINCE_2: Mapping[str, int] = {"since": 2}  # of a field
 MODEL_CARD_NAME = "README.md"
+GIT_ATTRIBUTES_NAME = ".gitattributes"  # which the hub makes in each repository, and changes
 
 Holds = str  # "weights", or a kind of optimizer state, such as "exp_avg"
 Decay = Literal["constant", "linear", "cosine", "sqrt"]
@@ -155,8 +156,11 @@ class AuxiliaryFile:
 
     @property
     def compared_digest(self) -> str | None:
-        """The digest that the file must have; None for the model card, a page that people edit on the hub."""
-        return None if self.path == MODEL_CARD_NAME else self.digest
+        """The digest that the file must have; None for the model card, which people edit on the hub.
+
+        And for .gitattributes, which the hub edits, and which older versions list.
+        """
+        return None if self.path in (MODEL_CARD_NAME, GIT_ATTRIBUTES_NAME) else self.digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

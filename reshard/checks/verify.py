@@ -9,11 +9,11 @@ from pathlib import Path
 
 from manifests.digest import PREFIX
 from manifests.errors import InputError, Parameter, UsageError, as_int
-from manifests.invariants import SOURCE_NAME
+from manifests.invariants import SOURCE_FILES, SOURCE_NAME
 from manifests.models import ModelShape, module_of
 from manifests.models.adapters import LORA_A, has_adapters
 from manifests.optimizer_state import stored_kinds
-from manifests.schema import MODEL_CARD_NAME, WEIGHTS, Holds, Manifest, Stage, TieGroup
+from manifests.schema import GIT_ATTRIBUTES_NAME, MODEL_CARD_NAME, WEIGHTS, Holds, Manifest, Stage, TieGroup
 from manifests.trained import RUN_FILES
 from reshard.checks.compare import (
     check_index,
@@ -328,6 +328,8 @@ def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findi
     A model card may differ: people edit it.
     """
     digests = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
+    if (of_source := digests.pop(GIT_ATTRIBUTES_NAME, None)) is not None:  # of an older version
+        digests[f"{SOURCE_FILES}{GIT_ATTRIBUTES_NAME}"] = of_source
     expected = {
         auxiliary.path: (auxiliary.digest or check_whole(auxiliary.file)) if auxiliary.path in digests else ""
         for auxiliary in source.auxiliary

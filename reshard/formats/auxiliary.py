@@ -19,6 +19,7 @@ from manifests.index import ADAPTER_NAMES, OTHER_WEIGHTS, is_weights
 from manifests.invariants import MANIFEST_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_FILES, SOURCE_NAME
 from manifests.models.adapters import RECORD_NAME
 from manifests.paths import problem_with_path
+from manifests.schema import GIT_ATTRIBUTES_NAME
 from manifests.trained import RUN_FILES
 from reshard.archives.names import DATA_SUFFIX, METADATA_NAME
 from reshard.copy.journal import is_working_name
@@ -44,6 +45,11 @@ def describes_files(name: str) -> bool:
     return base.endswith(_DESCRIBING) or bool(_SUMS.fullmatch(base))
 
 
+def describes_source(name: str) -> bool:
+    """Whether a file describes the files of a source, or says how its repository stores them."""
+    return describes_files(name) or name == GIT_ATTRIBUTES_NAME
+
+
 def with_source_files(files: Sequence[AuxiliaryAt], *, is_same: bool) -> list[AuxiliaryAt]:
     """Return auxiliary files with those that describe the source's files in their places; without, unless `is_same`.
 
@@ -52,7 +58,7 @@ def with_source_files(files: Sequence[AuxiliaryAt], *, is_same: bool) -> list[Au
     others = [item for item in files if not item.path.startswith(SOURCE_FILES) and item.path not in RUN_FILES]
     paths = {item.path for item in others}
     names = [(item, item.path.removeprefix(SOURCE_FILES)) for item in files if item.path.startswith(SOURCE_FILES)]
-    described = [replace(item, path=name) for item, name in names if describes_files(name) and name not in paths]
+    described = [replace(item, path=name) for item, name in names if describes_source(name) and name not in paths]
     return [*others, *(described if is_same else ())]
 
 
@@ -111,7 +117,7 @@ def auxiliary_files(folder: Folder, files: tuple[str, ...], weights: set[str]) -
             raise SourceError(str(folder.file(name)), reserved, "rename the file", code="source.reserved-name")
         if problem := problem_with_path(name):
             raise SourceError(str(folder.file(name)), problem, "rename the file", code="source.bad-file-name")
-        path = f"{SOURCE_FILES}{name}" if describes_files(name) else name
+        path = f"{SOURCE_FILES}{name}" if describes_source(name) else name
         auxiliary.append(AuxiliaryAt(path=path, file=folder.file(name)))
     return tuple(auxiliary)
 

@@ -16,7 +16,7 @@ from manifests.index import ADAPTER_NAMES, INDEX_NAME, SIGNATURE_NAME, is_consul
 from manifests.invariants import MANIFEST_NAME
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import is_in_stage_folder
-from manifests.schema import MODEL_CARD_NAME, Manifest, Source
+from manifests.schema import GIT_ATTRIBUTES_NAME, MODEL_CARD_NAME, Manifest, Source
 from reshard.checks.verify import VerifyOptions, verify_manifest
 from reshard.formats.auxiliary import with_section, without_section
 from reshard.formats.huggingface.read import is_beside
@@ -29,8 +29,6 @@ from stores.hub.store import HubFolder
 from stores.hub.upload import HubUpload, has_last, open_upload
 from stores.local import LocalFolder
 from stores.open import ReadManifest, open_manifest
-
-_MADE_BY_HUB = ".gitattributes"  # in each new repository
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,13 +107,13 @@ def push_folder(
     local = _check_whole(read)
     upload = open_upload(address, is_public=is_public)
     card = _card(local, upload.head, card_section(manifest, digest, str(upload.address)), manifest)
-    names = sorted(set(files_in(manifest)) - {MANIFEST_NAME, MODEL_CARD_NAME})
+    names = sorted(set(files_in(manifest)) - {MANIFEST_NAME, MODEL_CARD_NAME, GIT_ATTRIBUTES_NAME})
     signature = [SIGNATURE_NAME] if SIGNATURE_NAME in local.names() else []
     # The manifest last: it vouches for the others.
     paths = {name: local.path / name for name in (*names, *signature, MANIFEST_NAME)}
     content: dict[str, Path | bytes] = {MODEL_CARD_NAME: card, **paths}
     stale = _stale(upload.head, set(content))
-    replaced = () if has_last(upload.head, content) else paths.keys() & upload.head.files.keys() - {_MADE_BY_HUB}
+    replaced = () if has_last(upload.head, content) else paths.keys() & upload.head.files.keys()
     _check_nothing_lost(upload, {*stale, *replaced}, force)
     revision = upload.commit(
         content,
@@ -209,7 +207,7 @@ def _stale(head: HubFolder, wanted: set[str]) -> tuple[str, ...]:
         with suppress(ManifestError, SourceError):  # of another version, or not ours
             owned = set(files_in(decode_manifest(read_whole(head.file(MANIFEST_NAME)))))
     stale = {name for name in names if name in owned or _is_weights(name)} - wanted
-    return tuple(sorted(stale - {MODEL_CARD_NAME, _MADE_BY_HUB}))
+    return tuple(sorted(stale - {MODEL_CARD_NAME, GIT_ATTRIBUTES_NAME}))
 
 
 def _is_weights(name: str) -> bool:

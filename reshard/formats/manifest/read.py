@@ -7,13 +7,23 @@ from dataclasses import dataclass, replace
 
 from manifests.errors import InputError, ManifestError, Parameter, ShardError
 from manifests.index import INDEX_NAME
-from manifests.invariants import SOURCE_NAME, as_packed, check_model
+from manifests.invariants import SOURCE_FILES, SOURCE_NAME, as_packed, check_model
 from manifests.models import ModelShape, is_sized_by_files, model_shape, module_of
 from manifests.models.adapters import has_adapters
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes, stored_kinds
 from manifests.safetensors import in_data_order
-from manifests.schema import MODEL_CARD_NAME, WEIGHTS, AuxiliaryFile, Holds, Manifest, OptimizerState, Stage, StateKind
+from manifests.schema import (
+    GIT_ATTRIBUTES_NAME,
+    MODEL_CARD_NAME,
+    WEIGHTS,
+    AuxiliaryFile,
+    Holds,
+    Manifest,
+    OptimizerState,
+    Stage,
+    StateKind,
+)
 from manifests.store import file_digest
 from manifests.trained import TRAINED_NAME, decode_trained
 from reshard.copy.engine import hash_tensors
@@ -133,11 +143,15 @@ def adapters_in(read: ReadManifest) -> dict[Holds, list[TensorAt]]:
 
 
 def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
-    """Return where an auxiliary file is; a model card without the section that `reshard push` has added."""
+    """Return where an auxiliary file is; a model card without the section that `reshard push` has added.
+
+    And .gitattributes, which older versions list in the root, where packs of now have that of a source.
+    """
     file = folder.file(listed.path)
     if listed.path == MODEL_CARD_NAME and has_section(data := read_whole(file)):
         file = MemoryFile(str(file), without_section(data))
-    return AuxiliaryAt(path=listed.path, file=file, digest=listed.compared_digest)
+    path = f"{SOURCE_FILES}{listed.path}" if listed.path == GIT_ATTRIBUTES_NAME else listed.path
+    return AuxiliaryAt(path=path, file=file, digest=listed.compared_digest)
 
 
 def _moments(

@@ -7,12 +7,13 @@ import json
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-from tests.builders import files_in, llama_config, refusal, reshard, write_model
+from tests.builders import edit_manifest, files_in, llama_config, refusal, reshard, write_model
 from tests.fast.reshard.formats.dcp.test_dcp_source import huggingface_state, save_in_halves
 from tests.fast.reshard.formats.deepspeed.test_deepspeed_source import GOLDEN as DEEPSPEED
 from tests.fast.reshard.formats.megatron.test_megatron import GOLDEN as MEGATRON
@@ -87,7 +88,8 @@ def test_a_file_of_more_than_a_gibibyte_is_packed(source: Path, tmp_path: Path) 
     assert (tmp_path / "packed" / "long.dat").stat().st_size == GIB + 1
 
 
-DESCRIBING = ("digests.json", "SHA256SUMS", "x/model.safetensors.sha256", "model.sig")
+ATTRIBUTES = ".gitattributes"
+DESCRIBING = ("digests.json", "SHA256SUMS", "x/model.safetensors.sha256", "model.sig", ATTRIBUTES)
 
 
 def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_where_they_were(
@@ -108,6 +110,29 @@ def test_files_that_describe_the_files_of_the_source_are_set_apart_and_exported_
     assert reshard("pack", packed, "--layout", "pp=1", "--out", again).code == 0
     assert reshard("export", again, "--to", "hf", "--out", back).code == 0
     assert files_in(back) == files_in(source)
+
+
+def test_gitattributes_in_the_root_as_older_versions_pack_them_may_have_changed(source: Path, tmp_path: Path) -> None:
+    packed, again, back = tmp_path / "packed", tmp_path / "again", tmp_path / "back"
+    (source / ATTRIBUTES).write_text("of the source")
+    assert reshard("pack", source, "--layout", "pp=2", "--out", packed).code == 0
+    move_to_root(packed, ATTRIBUTES)
+    assert reshard("verify", packed, "--against", source).code == 0
+    (packed / ATTRIBUTES).write_text("of the repository")
+    assert reshard("verify", packed).code == 0
+    assert reshard("pack", packed, "--layout", "pp=1", "--out", again).code == 0
+    assert not (again / ATTRIBUTES).exists()
+    assert reshard("export", again, "--to", "hf", "--out", back).code == 0
+    assert files_in(back) == {**files_in(source), ATTRIBUTES: b"of the repository"}
+
+
+def move_to_root(packed: Path, name: str) -> None:
+    def change(document: dict[str, Any]) -> None:
+        file = next(file for file in document["files"] if file["path"] == f"source-files/{name}")
+        file["path"] = name
+
+    (packed / "source-files" / name).rename(packed / name)
+    edit_manifest(packed, change)
 
 
 def test_files_that_describe_the_source_are_not_exported_beside_other_bytes(source: Path, tmp_path: Path) -> None:

@@ -100,6 +100,21 @@ def test_gitattributes_that_the_hub_creates_make_no_other_model(hub: Hub, tmp_pa
     assert hub.files(NAME).keys() == {*files_in(other), ".gitattributes", "README.md"}
 
 
+def test_gitattributes_that_the_hub_adds_to_are_no_damage(hub: Hub, tmp_path: Path, packed: Path) -> None:
+    """As in a commit that has another file which it stores as a large one."""
+    attributes = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+    source = {**files_in(packed.parent / "source"), ".gitattributes": attributes, "README.md": b"# Tiny\n"}
+    hub.push("org/tiny", source)
+    assert reshard("pack", "hf://org/tiny", "--layout", "pp=2", "--out", tmp_path / "out").code == 0
+    assert reshard("push", tmp_path / "out", NAME).code == 0
+    added = {".gitattributes": attributes + b"a.png filter=lfs diff=lfs merge=lfs -text\n", "a.png": b"\x89PNG"}
+    hub.push(NAME, hub.files(NAME) | added, parent="a picture")
+    assert reshard("verify", f"hf://{NAME}").code == 0
+    assert reshard("pack", f"hf://{NAME}", "--out", tmp_path / "again").code == 0
+    assert reshard("export", tmp_path / "again", "--to", "hf", "--out", tmp_path / "back").code == 0
+    assert files_in(tmp_path / "back") == source
+
+
 def test_card_that_was_edited_on_the_hub_is_kept_and_is_no_damage(hub: Hub, tmp_path: Path, packed: Path) -> None:
     assert reshard("push", packed, NAME).code == 0
     edited = hub.files(NAME) | {"README.md": b"# Ours\n" + hub.files(NAME)["README.md"]}
