@@ -21,7 +21,7 @@ HUB_MISMATCH = "source.hub-digest"  # error code: the file differs from the hub'
 LOCK_NAME = ".reshard-unfinished"  # exists in a prefix from before the first write until the commit
 PROGRESS_NAME = ".reshard-progress"  # beside the lock: the completed objects
 PART_NAME = ".reshard-part"  # completes an attempt at a part of a pack
-HIDDEN_FOLDERS = (".git", ".cache")  # folders of tools beside a model
+HIDDEN_FOLDERS = (".git", ".cache", "lost+found")  # of tools and file systems, beside a model
 
 MAX_WHOLE_NBYTES = 1 << 30
 _BLOCK_NBYTES = 1 << 20

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants, snapshot_download
@@ -103,6 +105,23 @@ def test_link_to_a_folder_is_passed_over_if_what_it_points_to_is_listed(
         assert folder.names() == ("runs/one/run.json",)
     else:
         assert refused(folder.names)[0] == "source.linked-folder"
+
+
+def test_folder_of_the_file_system_that_this_user_may_not_list_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the root of an ext4 volume that a container mounts; root may list all."""
+    closed, scandir = tmp_path / "lost+found", os.scandir
+    closed.mkdir()
+    (tmp_path / "config.json").touch()
+
+    def list_folder(path: str) -> Any:
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", list_folder)
+    assert LocalFolder(tmp_path).names() == ("config.json",)
 
 
 def test_linked_manifest_is_in_the_folder_of_its_target(tmp_path: Path) -> None:
