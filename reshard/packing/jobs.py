@@ -34,7 +34,7 @@ from manifests.command.schedulers import (
 from manifests.errors import OutputError, Parameter, UsageError, UserError
 from stores.address import is_url
 from stores.folders.owned import files_of_manifest
-from stores.folders.publish import check_target
+from stores.folders.publish import check_target, exchange
 from stores.open import Address
 
 _ARRAY_ID = "ARRAY_JOB_ID"  # placeholder for the job id that Slurm has not assigned yet
@@ -236,7 +236,7 @@ def _check_out(address: Address, *, force: bool) -> None:
     if is_url(address):
         return
     out = Path(address)
-    check_target(out, force, files_of_manifest)
+    check_target(out, force, files_of_manifest, exchange)
     parent = next(parent for parent in out.absolute().parents if parent.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         why = "is not a folder" if not parent.is_dir() else "is not writable"

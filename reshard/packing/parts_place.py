@@ -36,7 +36,7 @@ from reshard.copy.destination import FolderTarget, keep_only
 from reshard.tensors.lazy import MemoryFile
 from stores.base import Blocks, check_whole
 from stores.folders.owned import RECORD_NAME, files_in, files_of_manifest, remove_leftover
-from stores.folders.publish import check_not_a_step, check_target, partial_of, publishing, reserving
+from stores.folders.publish import check_not_a_step, check_target, exchange, partial_of, publishing, reserving
 from stores.local import LocalFile
 from stores.objects.client import ObjectEntry, open_writable, remove_objects
 from stores.objects.output import SMALL_NBYTES
@@ -191,7 +191,7 @@ class FolderParts:
         self._base = self._partial.with_suffix(".parts")
 
     def check_free(self, folder: str, small: Collection[str]) -> bool:
-        check_target(self._out, self._force, files_of_manifest)
+        check_target(self._out, self._force, files_of_manifest, exchange)
         return True
 
     def address(self, name: str) -> Path:

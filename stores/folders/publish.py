@@ -165,8 +165,8 @@ def scratch_beside(out: Path, wanted: Collection[str]) -> Iterator[tuple[Path, i
             os.close(lock)
 
 
-def check_target(out: Path, force: bool, find_owned: FindOwned) -> None:
-    """Check that `out` can be written: it does not exist, is empty, or may be replaced."""
+def check_target(out: Path, force: bool, find_owned: FindOwned, swap: Swap | None = None) -> None:
+    """Check that `out` can be written: it does not exist, is empty, or may be replaced, by `swap` if that is set."""
     check_not_mounted(out)
     if _has_working_folder(out):
         problem = "is or has the working folder, which would be replaced: the shell would stay in a deleted one"
@@ -174,6 +174,8 @@ def check_target(out: Path, force: bool, find_owned: FindOwned) -> None:
         raise OutputError(str(out), problem, hint, code="output.working-folder")
     if files := _find_replaced(out, force, find_owned):
         check_only_ours(out, files)
+    if swap is not None and not _is_free(out):
+        check_writable(out.parent, str(out), exchange=swap)
 
 
 def _find_replaced(out: Path, force: bool, find_owned: FindOwned) -> Collection[str]:

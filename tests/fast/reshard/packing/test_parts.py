@@ -167,6 +167,20 @@ def test_same_part_twice_at_once_is_refused_and_others_are_not(source: Path, tmp
     assert reshard("commit", out).code == 0
 
 
+def test_parts_are_refused_where_their_commit_could_not_replace_the_output(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel cannot exchange the names of two folders on NFS."""
+    out = tmp_path / "out"
+    pack(source, out)
+    before = files_in(tmp_path)
+    monkeypatch.setattr("stores.folders.publish._RENAME_EXCHANGE", 1 << 10)
+    asked = ("pack", source, "--layout", SPEC, "--out", out, "--parts", "2", "--scheduler", "slurm", "--dry-run")
+    for command in (part_of(source, out, "1/2"), asked):
+        assert refusal(*command, "--force").found == (3, "output.cannot-replace", str(out))
+    assert files_in(tmp_path) == before
+
+
 def test_whole_pack_and_parts_leave_each_others_work_alone(
     source: Path, whole: dict[str, bytes], tmp_path: Path
 ) -> None:
