@@ -130,7 +130,7 @@ def verify_manifest(
     stages, dropped = _choose(manifest, options.stages), tuple[str, ...]()
     if options.against is not None:
         with suppress(InputError):  # reported at the end, if nothing else is
-            dropped = describe(read).record.dropped
+            dropped = tuple(map(options.against.shape.fqn_of, describe(read).record.dropped))
     bundles = Bundles(manifest, read.folder)
     findings, of_index, of_source = Findings(), Findings(), Findings()
     index = read_index(manifest, read.folder, of_index)

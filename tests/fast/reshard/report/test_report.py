@@ -292,6 +292,7 @@ def test_tensor_without_prefix_is_dropped_by_either_name(named: str, tmp_path: P
     out = tmp_path / "packed"
     pack(tmp_path / "gpt2", out, "pp=2", "--drop", named)
     assert json.loads((out / "source.json").read_text())["dropped"] == ["h.2.attn.bias"]
+    run("verify", out, "--against", tmp_path / "gpt2")
     assert reshard("export", out, "--to", "hf", "--out", tmp_path / "exported").code == 0
     left = load_file(tmp_path / "exported" / "model.safetensors").keys()
     assert left == load_file(tmp_path / "gpt2" / "model.safetensors").keys() - {"h.2.attn.bias"}
