@@ -13,7 +13,7 @@ from manifests.models.work_by_names import NamedLayer, count_of, work_of
 from manifests.schema import ModelDescription
 
 _COMPUTED = ("rotary_emb.inv_freq",)  # what files of older code have in every layer, and models compute
-_BASE = "transformer."  # what files of such models without their head, as BLOOM's own, leave out; their masks:
+BASE = "transformer."  # what files of such models without their head, as BLOOM's own, leave out; their masks:
 _MASKS = ("attn.bias", "attn.masked_bias", "attn.attention.bias", "attn.attention.masked_bias", "attn.causal_mask")
 _INCOMPLETE = "the checkpoint is incomplete, or its files are another model's; download files and config again"
 _OTHER_CONFIG = "weights and config disagree, and the model may need it; download both from one revision"
@@ -23,7 +23,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     """Return the shape of a model whose tensors are in files, seen that none is missing and none unknown."""
     whole, config = config, _text_config(entry, config)
     lists = ((entry.layers, entry.count), *entry.more_layers)
-    base = _BASE if entry.layers.startswith(_BASE) and not entry.is_described else ""
+    base = BASE if entry.layers.startswith(BASE) and not entry.is_described else ""
     ignored = (*entry.ignored, *_COMPUTED, *(_MASKS if base else ()))
     tensors = {name: dims for name, dims in stored.tensors.items() if not _ends(name, ignored)}
     if base:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from manifests.errors import InputError, Parameter, SourceError, UserError
 from manifests.models import ModelShape, StoredTensors, module_of
+from manifests.models.by_names import BASE
 from manifests.models.catalogue import entry_of
 from manifests.models.config import CONFIG_NAME
 from reshard.formatting import count_of, did_you_mean, some
@@ -122,14 +123,10 @@ def _hint_for_unknown(architecture: str, fqn: str) -> str:
 def drop_tensors(
     tensors: MutableMapping[str, TensorAt], drop: frozenset[str], shape: ModelShape | None
 ) -> tuple[str, ...]:
-    """Remove the tensors and modules in `drop`, and return its names in files."""
-    if not drop:
-        return ()
-    stored = {shape.fqn_of(name): name for name in tensors} if shape else {}
-    names = []
+    """Remove the tensors and modules in `drop`, and return its names in files, which may omit a prefix of FQNs."""
+    base, names = shape.base if shape else BASE, list[str]()
     for dropped in sorted(drop):
-        name = dropped if dropped in tensors else stored.get(dropped)
-        matches = [name] if name else [below for below in tensors if below.startswith(f"{dropped}.")]
+        matches = _named(dropped, tensors) or _named(dropped.removeprefix(base), tensors)
         if not matches:
             problem = f"the source has no tensor or module {dropped!r}"
             hint = did_you_mean(dropped, sorted({below.rpartition(".")[0] for below in tensors}))
@@ -138,6 +135,11 @@ def drop_tensors(
             del tensors[match]
         names += matches
     return tuple(sorted(names))
+
+
+def _named(name: str, tensors: Collection[str]) -> list[str]:
+    """Return a tensor, or those of a module."""
+    return [name] if name in tensors else [below for below in tensors if below.startswith(f"{name}.")]
 
 
 def under_fqns(tensors: MutableMapping[str, TensorAt], shape: ModelShape) -> MutableMapping[str, TensorAt]:

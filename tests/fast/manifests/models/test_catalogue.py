@@ -199,12 +199,7 @@ def test_files_without_the_head_s_prefix_and_with_masks_are_those_of_the_model(
     """As the hub has bigscience/bloom, and EleutherAI/gpt-j-6b."""
     source, packed, exported = (tmp_path / name for name in ("source", "packed", "exported"))
     save_tiny(source, architecture)
-    tensors = {f"h.{layer}.{mask}": torch.zeros(4, 4) for layer in range(4) if mask}
-    for path in source.glob("model*"):
-        whole = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else {}
-        tensors |= {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}
-        path.unlink()
-    safetensors.torch.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    omit_prefix(source, {f"h.{layer}.{mask}": torch.zeros(4, 4) for layer in range(4) if mask})
     assert run("check", source).code == 0
     pack(source, packed, "pp=2", "--quiet")
     run("verify", packed, "--against", source, "--quiet")
@@ -212,6 +207,28 @@ def test_files_without_the_head_s_prefix_and_with_masks_are_those_of_the_model(
     assert files_in(exported) == files_in(source)
     stages = json.loads((packed / "manifest.json").read_text())["stages"]
     assert "transformer.h.0" in stages[0]["modules"]
+
+
+def omit_prefix(source: Path, more: dict[str, torch.Tensor]) -> None:
+    """Write the tensors of a source, and more of them, as files of the model without its head have them."""
+    tensors = dict(more)
+    for path in source.glob("model*"):
+        whole = safetensors.torch.load_file(path) if path.suffix == ".safetensors" else {}
+        tensors |= {name.removeprefix("transformer."): tensor for name, tensor in whole.items()}
+        path.unlink()
+    safetensors.torch.save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_tensor_that_the_class_lacks_is_dropped_by_the_name_that_its_refusal_has(tmp_path: Path) -> None:
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    save_tiny(source, "BloomForCausalLM")
+    omit_prefix(source, {"h.0.odd.weight": torch.zeros(4)})
+    error = reshard("pack", source, "--layout", "pp=2", "--out", packed, "--json").json["error"]
+    drop = ("--drop", "transformer.h.0.odd.weight")
+    assert (error["code"], error["hint"].endswith(" ".join(drop))) == ("source.unknown-tensor", True)
+    pack(source, packed, "pp=2", *drop)
+    assert json.loads((packed / "source.json").read_text())["dropped"] == ["h.0.odd.weight"]
+    run("verify", packed, "--against", source)
 
 
 def test_tensors_without_their_shapes_are_refused() -> None:
