@@ -74,7 +74,8 @@ def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:
     for group in checkpoint.shape.ties:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
         kinds = {tensor.dtype for tensor in stored}
-        if len(stored) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
+        places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
+        if len(places) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
             drop = f", or pass {Parameter('drop', [stored[-1].name])}" if can_drop else ""
             raise SourceError(
                 str(stored[0].file),

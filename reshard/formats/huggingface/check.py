@@ -180,7 +180,8 @@ def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progre
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     for group in shape.ties:
         stored = [tensors[fqn] for fqn in group if fqn in tensors]
-        if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(stored) < 2:
+        places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
+        if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(places) < 2:
             continue  # one copy, or shapes that were reported
         try:
             digests = hash_tensors([replace(tensor, blake3=None) for tensor in stored], progress)

@@ -21,7 +21,7 @@ from reshard.archives.tensors import read_archive
 from reshard.tensors.lazy import read_blocks
 from stores.base import Range
 from stores.local import LocalFile, LocalReader
-from tests.builders import llama_config, llama_shapes, refusal, run
+from tests.builders import llama_config, llama_shapes, refusal, reshard, run
 
 NAME, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 SHARDS = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -95,6 +95,7 @@ def test_logits_of_the_export_are_those_of_the_model(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     model.config.save_pretrained(tmp_path / "source")
     torch.save(model.state_dict(), tmp_path / "source" / NAME)  # both tied names, which share a storage
+    assert reshard("check", tmp_path / "source", "--json").json["read_nbytes"] == 0
     loaded = AutoModelForCausalLM.from_pretrained(packed_and_exported(tmp_path / "source", "pp=3"))
     tokens = torch.arange(12).view(2, 6)
     assert torch.equal(loaded(tokens).logits, model(tokens).logits)
