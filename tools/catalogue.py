@@ -376,8 +376,15 @@ def ties_of(
                 continue  # of a part that this config does not have
             raise NotDescribedError("weights are tied by patterns")
         pairs.append([stored[owner][0], stored[replica][0]])
+    if not pairs:
+        return {}
     default = model_class.config_class()
-    return {"ties": pairs, "tied": bool(getattr(default, "tie_word_embeddings", False))} if pairs else {}
+    entry: dict[str, Any] = {"ties": pairs, "tied": bool(getattr(default, "tie_word_embeddings", False))}
+    if model_class.__name__ in MULTIMODAL and not entry["tied"]:
+        section = {**default.text_config.to_dict(), "tie_word_embeddings": True}
+        if model_class.config_class(text_config=section).tie_word_embeddings:
+            entry["tied_by_section"] = True
+    return entry
 
 
 def buffers_of(model: PreTrainedModel, stored: Mapping[str, list[str]], prefix: str) -> list[str]:

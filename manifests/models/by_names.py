@@ -56,7 +56,7 @@ def shape_by_names(entry: CatalogueEntry, config: ConfigReader, stored: StoredTe
     outer, expected = entry.names(config.config)
     if are_quantized:
         # One of two tied tensors is enough, whatever it is called.
-        copies = zip(*entry.ties, strict=True) if whole.flag("tie_word_embeddings", entry.tied) else ()
+        copies = zip(*entry.ties, strict=True) if _are_tied(entry, whole) else ()
         modules_outside = _by_module(NamedLayer(shapes=outside, numbers={}))
         _check_modules(modules_outside, [outer.difference(of_one) for of_one in copies] or [outer], "", stored.where)
     else:
@@ -257,7 +257,7 @@ def _check_outside(
     if not expected:
         return
     tied = {}
-    if config.flag("tie_word_embeddings", entry.tied):
+    if _are_tied(entry, config):
         tied = {member: partner for pair in entry.ties for member, partner in (pair, pair[::-1])}
     for name in sorted(expected):
         if name not in stored and tied.get(name) not in stored:
@@ -285,12 +285,18 @@ def _check_described(entry: CatalogueEntry, modules: tuple[str, ...], tensors: M
             raise ModelError(where, problem, hint, code="model.no-tensors")
 
 
+def _are_tied(entry: CatalogueEntry, config: ConfigReader) -> bool:
+    section = config.section(entry.section) if entry.tied_by_section else None
+    of_section = section is not None and section.flag("tie_word_embeddings", False)
+    return config.flag("tie_word_embeddings", entry.tied) or of_section
+
+
 def _ties(entry: CatalogueEntry, config: ConfigReader, tensors: dict[str, Shape]) -> tuple[tuple[str, ...], ...]:
     """Return the tie groups, owner first, and add to `tensors` what no file stores of them.
 
     The config decides about the embedding and the head; other tensors that a description ties are tied.
     """
-    are_tied = config.flag("tie_word_embeddings", entry.tied)
+    are_tied = _are_tied(entry, config)
     groups: dict[str, list[str]] = {}
     for owner, replica in entry.ties:
         ends = [module_of(owner, set(entry.inputs)), module_of(replica, set(entry.outputs))]

@@ -79,6 +79,7 @@ class CatalogueEntry:
     switches: tuple[Switch, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()  # owner and replica, where the config says that embeddings are tied
     tied: bool = False  # what a config means that does not say
+    tied_by_section: bool = False  # whether they are tied, too, if its `section` says so
     buffers: tuple[str, ...] = ()  # ends of names of tensors that nobody trains
     float32: tuple[str, ...] = ()  # ends of names of parameters that models of any dtype have in float32
     residual_in_fp32: bool | None = None  # what a config means that lacks this field; None: none has it

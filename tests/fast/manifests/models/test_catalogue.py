@@ -133,6 +133,21 @@ def test_head_that_its_class_ties_by_default_is_tied_where_transformers_ties_it(
         assert (read.lm_head.weight is read.get_input_embeddings().weight) == is_copy
 
 
+def test_head_that_text_config_ties_is_tied_where_transformers_takes_its_word(tmp_path: Path) -> None:
+    source, model_class = tmp_path / "source", transformers.LlavaForConditionalGeneration
+    save_tiny(source, model_class.__name__, text_config={"tie_word_embeddings": True})
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    assert config["text_config"]["tie_word_embeddings"]
+    (source / "config.json").write_text(json.dumps(config))
+    out = pack(source, tmp_path / "out")
+    assert open_manifest(out).manifest.ties
+    for folder in (source, out):
+        with quiet():
+            read = model_class.from_pretrained(folder)
+        assert read.lm_head.weight is read.get_input_embeddings().weight
+
+
 def test_layers_that_are_missing_in_the_middle_are_named() -> None:
     config, stored = stored_by("Olmo3ForCausalLM")
     gone = [name for name in stored.tensors if name.startswith("model.layers.2.")]
