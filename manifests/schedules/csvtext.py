@@ -44,16 +44,10 @@ def write_csv(table: Table | LoweredTable) -> str:
     return "".join(",".join(map(str, steps)) + "\n" for steps in table.ranks)
 
 
-def read_csv(text: str, where: str, placement: Placement | None = None) -> Table:
-    """Read and check a table in either format.
-
-    Without a placement, stages must be assigned to ranks in a loop or in a v. Empty cells, which mark idle time in
-    torch, are dropped.
-    """
+def read_csv(text: str, where: str, placement: Placement) -> Table:
+    """Read and check a table in either format; empty cells, which mark idle time in torch, are dropped."""
     ranks = _read_rows(text, where)
-    table = Table(
-        placement=placement or _placement_of(ranks, where), num_microbatches=_count_microbatches(ranks), ranks=ranks
-    )
+    table = Table(placement=placement, num_microbatches=_count_microbatches(ranks), ranks=ranks)
     check_table(table, where)
     return table
 
@@ -142,25 +136,6 @@ def _read_action(text: str) -> Action | None:
 
 def _count_microbatches(ranks: Sequence[Sequence[Step]]) -> int:
     return 1 + max(action.microbatch for steps in ranks for step in steps for action in actions_of(step))
-
-
-def _placement_of(ranks: Sequence[Sequence[Step]], where: str) -> Placement:
-    stages_by_rank = [_stages_in(steps) for steps in ranks]
-    num_stages, num_ranks = 1 + max(stages[-1] for stages in stages_by_rank), len(ranks)
-    if num_stages % num_ranks:
-        problem = f"expected a multiple of {num_ranks} stages (rows, one per rank), found {num_stages}"
-        raise ScheduleError(where, problem, code="schedule.misplaced-stages")
-    placements = [Placement(num_stages=num_stages, num_ranks=num_ranks)]
-    if num_stages == 2 * num_ranks:
-        placements.append(Placement(num_stages=num_stages, num_ranks=num_ranks, style="v"))
-    for placement in placements:
-        if all(placement.rank_of(stage) == rank for rank, stages in enumerate(stages_by_rank) for stage in stages):
-            return placement
-    shown = "; ".join(
-        f"rank {rank} has {', '.join(map(str, stages[:4]))}" for rank, stages in enumerate(stages_by_rank[:4])
-    )
-    problem = f"expected stages assigned to ranks in a loop or in a v, found {shown}"
-    raise ScheduleError(where, problem, code="schedule.misplaced-stages")
 
 
 _MOST_SHOWN = 8

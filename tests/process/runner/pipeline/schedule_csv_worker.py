@@ -16,9 +16,21 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
+from manifests.placement import Placement
+from manifests.schedules.actions import Table
 from manifests.schedules.csvtext import read_csv
+from manifests.schedules.tables import schedule_table
 
 WIDTH, ROWS = 8, 3  # ROWS of each microbatch
+SINGLE = Placement(num_stages=2, num_ranks=2)
+LOOP = Placement(num_stages=4, num_ranks=2)
+V = Placement(num_stages=4, num_ranks=2, style="v")
+TABLES = {
+    "megatron": schedule_table("Interleaved1F1B", LOOP, 5, microbatch_group=3),
+    **{name: schedule_table(name, SINGLE, 6) for name in ("GPipe", "1F1B")},
+    **{name: schedule_table(name, LOOP, 6) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")},
+    **{name: schedule_table(name, V, 6) for name in ("ZBVZeroBubble", "DualPipeV")},
+}
 
 
 def build_stage(stage: int) -> nn.Module:
@@ -42,8 +54,13 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(outputs, targets, reduction="sum")
 
 
+def read_table(path: Path) -> Table:
+    """Read NAME.compute_only.csv or NAME.compute_comms.csv."""
+    return read_csv(path.read_text(), path.name, TABLES[path.name.split(".")[0]].placement)
+
+
 def run(path: Path) -> dict[int, list[torch.Tensor]]:
-    table = read_csv(path.read_text(), path.name)  # NAME.compute_only.csv or NAME.compute_comms.csv
+    table = read_table(path)
     example = torch.empty(ROWS, WIDTH)
     stages = [
         PipelineStage(

@@ -8,25 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from manifests.placement import Placement
 from manifests.schedules.actions import actions_of
-from manifests.schedules.csvtext import read_csv, write_csv
+from manifests.schedules.csvtext import write_csv
 from manifests.schedules.lowering import lower
-from manifests.schedules.tables import schedule_table
 from runner.pipeline.torch_runtime import ADAPTER
 from tests.fast.manifests.schedules.torch_tables import text_with_waits
-from tests.process.runner.pipeline.schedule_csv_worker import build_batch, build_stage, loss_of
+from tests.process.runner.pipeline.schedule_csv_worker import TABLES, build_batch, build_stage, loss_of, read_table
 from tests.process.torchrun import launch
 
-SINGLE = Placement(num_stages=2, num_ranks=2)
-LOOP = Placement(num_stages=4, num_ranks=2)
-V = Placement(num_stages=4, num_ranks=2, style="v")
-TABLES = {
-    "megatron": schedule_table("Interleaved1F1B", LOOP, 5, microbatch_group=3),
-    **{name: schedule_table(name, SINGLE, 6) for name in ("GPipe", "1F1B")},
-    **{name: schedule_table(name, LOOP, 6) for name in ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")},
-    **{name: schedule_table(name, V, 6) for name in ("ZBVZeroBubble", "DualPipeV")},
-}
 FORMATS = ("compute_only", "compute_comms")
 
 Gradients = dict[int, list[torch.Tensor]]  # of each stage
@@ -47,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def accumulate(path: Path) -> Gradients:
     """Give the gradients of one process, each stage adding its microbatches in the order of the table."""
-    table = read_csv(path.read_text(), path.name)
+    table = read_table(path)
     stages = [build_stage(stage) for stage in range(table.placement.num_stages)]
     model = nn.Sequential(*stages)
     inputs, targets = (tensor.chunk(table.num_microbatches) for tensor in build_batch(table.num_microbatches))
