@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -28,8 +28,6 @@ class StageCosts:
     hop_s: float = 0.0
 
     def __post_init__(self) -> None:
-        whole = {"whole backward": self.whole_s} if self.whole_s else {}
-        _check_lengths({"forward": self.forward_s, "input": self.input_s, "weight": self.weight_s, **whole})
         # NaN fails every comparison.
         times = (*self.forward_s, *self.input_s, *self.weight_s, *self.whole_s, self.hop_s)
         if not all(0 <= seconds < inf for seconds in times):
@@ -47,7 +45,6 @@ class StageCosts:
         a gradient: torch runs its whole backward as W. On others, I and W together take `split_s` longer. All but W
         hand their results on, which takes `gap_s`.
         """
-        _check_lengths({"backward": backward_s, "split": split_s or backward_s})
         shares = [input_share if stage else 0.0 for stage in range(len(backward_s))]
         extra_s = [0.0, *split_s[1:]] if split_s else [0.0] * len(shares)
         parts = [(seconds * share + extra / 2, seconds * (1 - share) + extra / 2)
@@ -64,13 +61,6 @@ class StageCosts:
         """Return the seconds of each kind of action, by stage."""
         whole = self.whole_s or tuple(map(sum, zip(self.input_s, self.weight_s, strict=True)))
         return {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": whole}
-
-
-def _check_lengths(times: Mapping[str, Sequence[float]]) -> None:
-    if len(set(map(len, times.values()))) != 1:
-        counts = ", ".join(f"{len(seconds)} {name}" for name, seconds in times.items())
-        problem = f"expected the same number of stages in each, found {counts} times"
-        raise ScheduleError("costs", problem, code="schedule.invalid-costs")
 
 
 class TimedAction(NamedTuple):
@@ -103,9 +93,6 @@ def simulate(table: Table, costs: StageCosts, begins_s: Sequence[float] | None =
     starts at its time in `begins_s`; None: all at 0.
     """
     placement = table.placement
-    if len(costs.forward_s) != placement.num_stages:
-        problem = f"expected {placement.num_stages} stages, found {len(costs.forward_s)}"
-        raise ScheduleError("costs", problem, code="schedule.invalid-costs")
     wires = _wires(placement, costs)
     spans: list[list[TimedAction]] = [[] for _ in table.ranks]
     free_s, busy_s = list(begins_s or [0.0] * len(spans)), [0.0] * len(spans)

@@ -223,19 +223,13 @@ def test_deadlock_is_refused_with_what_each_rank_waits_for(
     wording(str(error))
 
 
-def test_costs_are_refused_unless_they_fit(wording: Callable[[str], None]) -> None:
+def test_negative_or_infinite_costs_are_refused(wording: Callable[[str], None]) -> None:
     errors = [
-        refusal(lambda: simulate(schedule_table("GPipe", placed(4), 4), uniform(placed(2)))),
-        refusal(lambda: StageCosts(forward_s=(1, 1), input_s=(1,), weight_s=(1,))),
-        refusal(lambda: StageCosts(forward_s=(1,), input_s=(1,), weight_s=(1,), whole_s=(1, 1))),
-        refusal(lambda: StageCosts.of([1, 1], [1, 1], split_s=[1])),
-        *(
-            refusal(partial(StageCosts, forward_s=(1,), input_s=(1,), weight_s=(1,), whole_s=(seconds,)))
-            for seconds in (-1.0, float("nan"), float("inf"))
-        ),
+        refusal(partial(StageCosts, forward_s=(1,), input_s=(1,), weight_s=(1,), whole_s=(seconds,)))
+        for seconds in (-1.0, float("nan"), float("inf"))
     ]
     assert {(error.code, error.where) for error in errors} == {("schedule.invalid-costs", "costs")}
-    wording("\n".join(map(str, errors[:5])))
+    wording(str(errors[0]))
 
 
 def test_costs_of_whole_backwards_leave_the_first_stages_to_w() -> None:
