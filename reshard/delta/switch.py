@@ -18,7 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from manifests.errors import OutputError
@@ -40,28 +40,13 @@ _CLOSED = json.dumps(
 ).encode()
 
 
-@dataclass(frozen=True, slots=True)
 class Work:
     """What is under construction for a folder; see Note [Switching to new weights]."""
 
-    target: Path
-
-    @property
-    def folder(self) -> Path:
-        return self.target / ".cache/reshard"
-
-    @property
-    def new(self) -> Path:
-        return self.folder / "new"
-
-    @property
-    def deltas(self) -> Path:
-        """Where the deltas of a chain that is elsewhere are copied to."""
-        return self.folder / "deltas"
-
-    @property
-    def record(self) -> Path:
-        return self.folder / "switch.json"
+    def __init__(self, target: Path) -> None:
+        self.target, self.folder = target, target / ".cache/reshard"
+        self.new, self.record = self.folder / "new", self.folder / "switch.json"
+        self.deltas = self.folder / "deltas"  # copies of the deltas of a chain that is elsewhere
 
     @property
     def nbytes(self) -> int:
