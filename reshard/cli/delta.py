@@ -39,7 +39,7 @@ def delta() -> None:
     """
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="Publish weights as the next version.")
 @click.argument("source", type=click.Path(), metavar="NEW")
 @click.option("--chain", type=click.Path(), required=True, metavar="DIR|URL",
               callback=lambda _, __, text: options.address(text, "--chain"),
@@ -68,7 +68,7 @@ def publish(as_json: bool, quiet: bool, **arguments: Any) -> None:
     options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _publish_text(done))
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="Bring a folder to a version.")
 @_chain
 @click.option("--to", type=click.Path(), required=True, metavar="DIR",
               help="Empty folder, or one with a version of the chain or the model that it begins with.")  # fmt: skip
@@ -95,7 +95,7 @@ def apply(as_json: bool, quiet: bool, **arguments: Any) -> None:
     options.print_result(is_silent, as_json, lambda: _as_json(done), lambda: apply_text(done))
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="List versions.")
 @_chain
 @options.as_json
 def log(chain: str, as_json: bool) -> None:
@@ -113,7 +113,7 @@ def log(chain: str, as_json: bool) -> None:
     )
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="Write a version as a full one.")
 @_chain
 @_version
 @click.option("--out", type=click.Path(), metavar="DIR|URL", help="Another chain, which begins with this version.",
@@ -136,7 +136,7 @@ def fold(as_json: bool, quiet: bool, **arguments: Any) -> None:
     options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _publish_text(done))
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="Remove old versions.")
 @_chain
 @click.option("--keep", type=options.WholeNumber(1), required=True, metavar="N", help="Number of versions to keep.")
 @options.as_json
@@ -154,7 +154,7 @@ def prune(chain: str, keep: int, as_json: bool, quiet: bool) -> None:
     options.print_result(quiet, as_json, lambda: _as_json(done), lambda: _prune_text(done))
 
 
-@delta.command(cls=options.Verb)
+@delta.command(cls=options.Verb, short_help="Compare all bytes with digests.")
 @_chain
 @click.option("--base", type=click.Path(), metavar="SOURCE",
               help="What the first version is a delta of, if the chain has no full version before it.")  # fmt: skip
@@ -172,18 +172,6 @@ def verify(as_json: bool, quiet: bool, **arguments: Any) -> None:
     with options.progress("verify", quiet, is_report=True) as progress:
         done = verify_delta(**arguments, progress=progress)
     options.print_report(done.ok, quiet, as_json, lambda: _as_json(done), lambda: _verify_text(done))
-
-
-# Each verb's line in the list of verbs.
-for _verb, _short_help in {
-    publish: "Publish weights as the next version.",
-    apply: "Bring a folder to a version.",
-    log: "List versions.",
-    fold: "Write a version as a full one.",
-    prune: "Remove old versions.",
-    verify: "Compare all bytes with digests.",
-}.items():
-    _verb.short_help = _short_help
 
 
 def _as_json(done: PublishResult | ApplyResult | PruneResult | VerifyChainResult) -> dict[str, Any]:
