@@ -107,24 +107,12 @@ class OptimOptions:
     plan: OptimizerState | None = None  # the groups that these options lead to, for a model; None: plain AdamW
 
     def __post_init__(self) -> None:
-        for name, value in (
-            ("--lr", self.lr),
-            ("--weight-decay", self.weight_decay),
-            ("--max-norm", self.max_norm),
-            ("--min-lr", self.min_lr),
-        ):
-            if not 0 <= value < math.inf:
-                raise UsageError(name, f"expected a number >= 0, found {value}", code="options.invalid-value")
         for name, rate in (("--lr", self.lr), ("--min-lr", self.min_lr)):
             if rate > LARGEST_RATE:
                 raise UsageError(name, f"expected at most {LARGEST_RATE}, found {rate}", code="options.rate-too-large")
-        if not LEAST_EPS <= self.eps < math.inf:
-            raise UsageError(
-                "--eps", f"expected a number >= {LEAST_EPS}, found {self.eps}", code="options.invalid-value"
-            )
-        for name, beta in (("--beta1", self.beta1), ("--beta2", self.beta2)):
-            if not 0 <= beta < 1:
-                raise UsageError(name, f"expected a number >= 0 and < 1, found {beta}", code="options.invalid-value")
+        for name, value, least in (("--max-norm", self.max_norm, 0), ("--eps", self.eps, LEAST_EPS)):
+            if not least <= value < math.inf:  # the self-check takes both from gradients, which may be NaN
+                raise UsageError(name, f"expected a number >= {least}, found {value}", code="options.invalid-value")
         if self.decay == "constant":
             return
         if self.decay_steps <= self.warmup_steps + self.stable_steps:
