@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -35,7 +35,6 @@ from reshard.formats.assemble import (
     read_model_config,
 )
 from reshard.formats.auxiliary import auxiliary_files
-from reshard.formats.dcp.stacked_experts import has_stacked_experts, under_names_in_files
 from reshard.formats.dcp.torchtitan import (
     Copies,
     has_torchtitan_names,
@@ -49,12 +48,19 @@ from reshard.formatting import count_of, some
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import Contents, Findings
 from reshard.tensors.lazy import MemoryFile
-from reshard.tensors.slices import merge_slices
+from reshard.tensors.slices import Slices, indices_of, merge_slices, rows_of
 from stores.base import Folder, read_config
 from stores.bundles import TensorAt, join_slices
 
 _NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers is one line
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
+# Experts that transformers' models stack in one tensor in memory, (experts, 2 F, D) and (experts, D, F), unlike files.
+# Source: transformers 5.23, `conversion_mapping.py`, the entries of qwen2_moe and mixtral, which others refer to.
+_STACKED = re.compile(r"^(.+\.experts)\.(gate_up_proj|down_proj)$")
+_MATRICES: tuple[Mapping[str, tuple[str, ...]], ...] = (
+    {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
+    {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+)
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
@@ -147,7 +153,7 @@ class _Stored:
         if config is None:
             return cls(folder, None)
         if not has_torchtitan_names(weights):
-            are_stacked = has_stacked_experts(weights)
+            are_stacked = any(map(_STACKED.match, weights))
             return cls(folder, None, is_in_files=tensor_names(config, str(folder)) if are_stacked else None)
         return cls(folder, config, mtp_copies(weights, config))
 
@@ -157,7 +163,7 @@ class _Stored:
         if self.config is not None:
             slices = under_huggingface_names(slices, self.config, str(self.folder), self.copies)
         elif self.is_in_files is not None:
-            slices = under_names_in_files(slices, self.is_in_files)
+            slices = _under_names_in_files(slices, self.is_in_files)
         return {name: merge_slices(parts) for name, parts in slices.items()}
 
     def with_place(self, weights: dict[str, DcpTensor]) -> dict[str, DcpTensor]:
@@ -174,6 +180,37 @@ class _Stored:
         trained = shape.trained.keys() - {fqn for group in shape.ties for fqn in group[1:]}
         fqns = {name: map(shape.fqn_of, self.fqns_of(name, weights[name])) for name in weights}
         return [name for name in weights if not trained.isdisjoint(fqns[name])]  # copies of some may be dropped
+
+
+def _under_names_in_files(tensors: Mapping[str, Slices], is_in_files: Callable[[str], bool]) -> dict[str, Slices]:
+    """Return the slices of each tensor under its names in files, of which a stack of experts has many."""
+    return {
+        new: tuple(replace(part, name=new) for part in slices_of)
+        for name, slices in tensors.items()
+        for new, slices_of in _in_files(name, slices, is_in_files)
+    }
+
+
+def _in_files(name: str, slices: Slices, is_in_files: Callable[[str], bool]) -> Iterator[tuple[str, Slices]]:
+    for other in (name, name.replace(".mlp.", ".block_sparse_moe.")):
+        if is_in_files(other):
+            yield other, slices
+            return
+        stack = _STACKED.match(other)
+        if stack is None or len(slices[0].whole_shape) != 3:
+            continue
+        for matrices in _MATRICES:
+            leaves = matrices[stack[2]]
+            if is_in_files(f"{stack[1]}.0.{leaves[0]}.weight"):
+                rows, rest = divmod(slices[0].whole_shape[1], len(leaves))
+                if rest:  # state that is reduced over both matrices, such as the `col_var` of Adafactor
+                    problem = f"expected rows of {' and '.join(leaves)}, found {list(slices[0].whole_shape)} for both"
+                    raise bad_optimizer(slices[0].place, problem)
+                for expert, of_expert in enumerate(indices_of(slices)):
+                    for number, leaf in enumerate(leaves):
+                        yield f"{stack[1]}.{expert}.{leaf}.weight", rows_of(of_expert, [(number * rows, rows)])
+                return
+    yield name, slices
 
 
 def _left_out(saved: DcpMetadata, weights: Iterable[DcpTensor], optimizer: SavedOptimizer | None) -> tuple[str, ...]:
