@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from manifests.digest import digest_bytes
 from manifests.errors import CheckpointError, ModelError, Parameter, RankError, UsageError, check_count
 from manifests.models import module_of
 from manifests.schema import (
@@ -32,7 +31,6 @@ from runner.bundle.packed import Packed
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import Held
 from runner.distributed.fail_together import from_all_ranks, raise_on_all_ranks
-from runner.load.fill import bytes_of
 from runner.load.own_module import (
     StateDictAdapter,
     check_names,
@@ -43,7 +41,7 @@ from runner.load.own_module import (
     pieces_of,
 )
 from runner.tensors.dtensor import in_one_region, local_of, whole_of
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, digest_tensor
 from stores.address import check_local
 from stores.folders.publish import exchange
 
@@ -248,7 +246,7 @@ def _digests_of_ties(packed: Packed, pieces: Mapping[Holds, _Pieces]) -> dict[_T
     """Return the digest of each region of tied tensors."""
     numbers = {member.fqn: number for number, group in enumerate(packed.manifest.ties) for member in group.members}
     return {
-        (numbers[piece.fqn], holds, piece.fqn, piece.part): digest_bytes(bytes_of(piece.memory.cpu().contiguous()))
+        (numbers[piece.fqn], holds, piece.fqn, piece.part): digest_tensor(piece.memory)
         for holds, by_stage in pieces.items()
         for piece in _all_of(by_stage)
         if piece.fqn in numbers

@@ -41,11 +41,10 @@ from runner.checkpoint.shard_file import NAMES
 from runner.checkpoint.state import Held
 from runner.config.flags import TrainOptions
 from runner.distributed.fail_together import check_same_option, from_rank_0, raise_on_all_ranks, to_first_rank
-from runner.load.fill import bytes_of
 from runner.load.stored import StageLoader
 from runner.models.adapters import Adapters
 from runner.models.family import Family, OnTransformers
-from runner.tensors.local_shard import Piece
+from runner.tensors.local_shard import Piece, bytes_of
 from stores.folders.publish import Swap, exchange, publishing
 
 

@@ -28,8 +28,7 @@ from manifests.slices import slice_metadata
 from manifests.store import open_shard, sync_folder
 from manifests.versions import LEVEL
 from runner.checkpoint.state import Held
-from runner.load.fill import bytes_of
-from runner.tensors.local_shard import STORED_DTYPES, Piece
+from runner.tensors.local_shard import STORED_DTYPES, Piece, bytes_of
 from stores.direct_io import SequentialFile
 from stores.open import open_manifest
 

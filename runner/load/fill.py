@@ -10,6 +10,7 @@ import torch
 
 from manifests.digest import Hasher
 from manifests.slices import Slice
+from runner.tensors.local_shard import bytes_of
 from stores.base import Reader
 
 BLOCK_NBYTES = 1 << 20  # stays in the processor's cache between read, hash and copy
@@ -53,13 +54,6 @@ def fill(
             rows.copy_(read, non_blocking=True)
             blocks.sent()
         yield
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
-    # A contiguous view of one element may have any stride, which `view` does not accept.
-    flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
 
 
 class PinnedBlocks:

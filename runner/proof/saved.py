@@ -12,7 +12,6 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from manifests.digest import digest_bytes
 from manifests.errors import UserError
 from manifests.models import ModelShape
 from manifests.models.adapters import is_adapter
@@ -32,13 +31,12 @@ from manifests.slices import Slice
 from runner.checkpoint.save import SaveContext, save
 from runner.checkpoint.state import held_state
 from runner.distributed.fail_together import from_all_ranks, from_rank_0
-from runner.load.fill import bytes_of
 from runner.load.load import load_tensors
 from runner.parallel.mesh import Mesh
 from runner.pipeline.chunk import StageChunk, hf_constants, hf_pieces
 from runner.proof.combination import Combination
 from runner.proof.reference import Reference
-from runner.tensors.local_shard import Piece, whole_pieces
+from runner.tensors.local_shard import Piece, digest_tensor, whole_pieces
 from runner.training.mixed_precision import master_of
 from runner.training.step import Engine
 from stores.bundles import Bundles
@@ -93,7 +91,7 @@ def _digests(chunks: Sequence[StageChunk], engine: Engine) -> Iterator[tuple[_Pa
         }
         for holds, parts in pieces.items():
             for piece in parts:
-                yield (holds, piece.fqn, piece.part), (piece.memory.dtype, _digest(piece.memory))
+                yield (holds, piece.fqn, piece.part), (piece.memory.dtype, digest_tensor(piece.memory))
 
 
 def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference, kinds: Sequence[StateKind]) -> str | None:
@@ -110,7 +108,7 @@ def _compare(folder: Path, digests: Sequence[_Digests], reference: Reference, ki
         return f"its checkpoint cannot be loaded in one process: {error.problem} ({error.where})"
     for rank, of_rank in enumerate(digests):
         for (holds, fqn, region), (dtype, digest) in of_rank.items():
-            if _digest(loaded[holds][fqn].memory[region.index].to(dtype)) != digest:
+            if digest_tensor(loaded[holds][fqn].memory[region.index].to(dtype)) != digest:
                 what = "" if holds == WEIGHTS else f" {holds} of"
                 return f"its checkpoint, loaded in one process, has other bytes of{what} {fqn} than rank {rank}"
     return None
@@ -129,10 +127,6 @@ def _load(
     pieces = whole_pieces(empty)
     load_tensors(pieces, bundles, shape, kind.name)
     return pieces
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    return digest_bytes(bytes_of(tensor.detach().contiguous()))
 
 
 def _manifest(run: Combination) -> Manifest:

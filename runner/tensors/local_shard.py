@@ -1,4 +1,4 @@
-"""Parts of Hugging Face tensors in this rank's memory, their dtypes by name, and memory for weights in huge pages."""
+"""Parts of Hugging Face tensors in this rank's memory, their bytes and dtypes, and memory for weights in huge pages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from manifests.digest import digest_bytes
 from manifests.slices import Slice
 
 STORED_DTYPES: Mapping[str, torch.dtype] = {
@@ -80,6 +81,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    # A contiguous view of one element may have any stride, which `view` does not accept.
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the digest of a tensor's elements in order, with any strides and on any device."""
+    return digest_bytes(bytes_of(tensor.detach().cpu().contiguous()))
 
 
 def readable_as(dtype: torch.dtype) -> tuple[str, ...]:

@@ -20,13 +20,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from manifests.digest import digest_bytes
 from manifests.errors import RankError, ShardError
 from manifests.placement import Placement
 from manifests.schema import TieGroup
 from runner.distributed.fail_together import from_all_ranks
 from runner.pipeline.chunk import NamedParameter, StageChunk, named_hf_parameters
 from runner.tensors.dtensor import local_of, local_offset, mesh_dims
+from runner.tensors.local_shard import digest_tensor
 from runner.training.mixed_precision import master_of, share_master, zero_gradient
 
 
@@ -173,7 +173,7 @@ def check_equal(
     Every rank calls this. Ranks that have the same part of a weight are compared, over all pipelines.
     """
     tied = [(tie.fqn, of(tie.leader)) for tie in ties if tie.group is not None and tie.lender is None]
-    mine = {(fqn, local_offset(tensor)): _digest(local_of(tensor)) for fqn, tensor in tied if tensor is not None}
+    mine = {(fqn, local_offset(tensor)): digest_tensor(local_of(tensor)) for fqn, tensor in tied if tensor is not None}
     everyone = from_all_ranks(mine)
     for key in sorted({key for digests in everyone for key in digests}):
         holders = {rank: digests[key] for rank, digests in enumerate(everyone) if key in digests}
@@ -189,8 +189,3 @@ def check_equal(
 
 def _by_name(chunks: Sequence[StageChunk]) -> dict[tuple[str, int], nn.Parameter]:
     return {(fqn, chunk.stage): parameter for chunk in chunks for fqn, parameter in named_hf_parameters(chunk)}
-
-
-def _digest(tensor: torch.Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return digest_bytes(flat.numpy().data)
