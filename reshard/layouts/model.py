@@ -105,11 +105,6 @@ class Inventory:
     num_mtp: int  # multi-token prediction layers, numbered after the decoders
 
     @property
-    def num_outputs(self) -> int:
-        """Megatron's L: the final norm and the head."""
-        return len(self.modules) - self.layers_stop
-
-    @property
     def layers_stop(self) -> int:
         """The position after the last decoder or MTP layer."""
         return self.num_inputs + self.num_layers + self.num_mtp

@@ -188,7 +188,7 @@ def read_megatron(request: Request) -> StageLayout:
     _check_ends(request, expansion, places)
     _check_layers(request, expansion, len(stages))
     inventory = request.inventory
-    widths = {"E": inventory.num_inputs, "t": 1, "m": 1, "L": inventory.num_outputs}
+    widths = {"E": inventory.num_inputs, "t": 1, "m": 1, "L": len(inventory.modules) - inventory.layers_stop}
     sizes = [sum(widths[letter] for letter in stage) for stage in stages]
     return layout_of(request, tuple(accumulate(sizes, initial=0)), degrees)
 
