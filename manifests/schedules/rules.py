@@ -46,9 +46,6 @@ def check_schedule(
     `microbatch_group` is Megatron's, see `schedule_table`.
     """
     schedule = schedule_named(name)
-    if num_microbatches < 1:
-        problem = f"{schedule} requires at least 1 microbatch, found {num_microbatches}"
-        raise UsageError(_WHERE, problem, code="schedule.too-few-microbatches")
     _check_placement(schedule, placement)
     if schedule == "DualPipeV" and num_microbatches < placement.num_stages:
         raise UsageError(

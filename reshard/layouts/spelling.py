@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from manifests.command.neighbors import plain_characters
-from manifests.errors import LayoutError, Parameter, UsageError
+from manifests.errors import LayoutError
 from manifests.paths import is_unicode
 from reshard.formatting import counted, nearest_word, shorten
 from reshard.layouts.balance import read_balance
@@ -43,8 +43,6 @@ def parse_layout(
     `costs` has, under `params`, `bytes`, `flops`, `time` or `memory`, the cost of every module. With `in_flight`,
     a memory limit counts the activations that each stage keeps.
     """
-    if num_ranks is not None and num_ranks < 1:
-        raise UsageError(Parameter("pp"), f"expected at least 1 rank, found {num_ranks}", code="layout.bad-option")
     if not spec.strip():
         raise SpecError("layout", "expected a layout, found nothing", HINT, code="layout.empty")
     if len(spec) > MAX_SPEC:

@@ -28,7 +28,6 @@ def test_name_is_known_in_any_case(name: str) -> None:
     [
         ("ZBV", placed(2), 4, None, "unknown"),
         ("", placed(2), 4, None, "unknown"),
-        ("GPipe", placed(2), 0, None, "too-few-microbatches"),
         ("GPipe", placed(4, 2), 8, None, "other-placement"),
         ("1F1B", placed(4, 2, "v"), 8, None, "other-placement"),
         ("DualPipeV", placed(4, 2, "v"), 7, None, "too-few-microbatches"),
