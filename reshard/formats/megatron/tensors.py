@@ -133,7 +133,7 @@ _HF_LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(.+)")
 _HEADS = re.compile(r"self_attn\.([qkv])_proj\.weight")
 _HF_EXPERT = re.compile(r"mlp\.experts\.(\d{1,6})\.(gate|up|down)_proj\.weight")
 _EXPERTS = "mlp.experts.experts.linear_{}"
-_OWN_TOP = {"model.embed_tokens.weight": EMBEDDING, "lm_head.weight": HEAD, "model.norm.weight": NORM}
+_OWN_TOP = {fqn: name for name, fqn in _TOP.items()}
 _MTP_INNER = ("transformer_layer", "mtp_model_layer")  # an MTP layer's decoder layer: of 0.16.1, and of newer releases
 
 
