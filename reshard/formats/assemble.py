@@ -6,7 +6,7 @@ Trainers save these options as dicts of numbers, whose learning rate is that of 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from struct import calcsize, unpack
 from typing import Any
@@ -198,15 +198,6 @@ def checked_state(state: TrainingState, where: str) -> TrainingState:
     return state
 
 
-def by_options(groups: Iterable[tuple[ParameterGroup, Iterable[str]]]) -> tuple[ParameterGroup, ...]:
-    """Return a group for each set of options: first, without names, the one of the largest weight decay."""
-    alike: dict[ParameterGroup, set[str]] = {}
-    for options, fqns in groups:
-        alike.setdefault(options, set()).update(fqns)
-    most, *others = sorted(filter(alike.get, alike), key=lambda options: -options.weight_decay)  # those of some
-    return (most, *(replace(options, fqns=tuple(sorted(alike[options]))) for options in others))
-
-
 def group_of(options: Mapping[object, object], where: str) -> ParameterGroup:
     """Return a group of parameters with these options."""
     match tuple(options.get(name) for name in _OPTIONS):
@@ -237,15 +228,6 @@ def constant_rate(rates: Sequence[object]) -> LearningRate | None:
     if not isinstance(first, int | float) or not 0 <= first <= LARGEST_RATE or any(rate != first for rate in others):
         return None
     return LearningRate(peak=float(first), warmup_steps=0, decay="constant", decay_steps=0, minimum=0.0)
-
-
-def common_rate(rates: Sequence[object], where: str) -> LearningRate | None:
-    """Return the learning rate that all groups have, as `constant_rate` does; refuse groups of different ones."""
-    numbers = sorted({rate for rate in rates if isinstance(rate, int | float)})
-    if len(numbers) > 1:
-        problem = f"expected one learning rate of all groups of parameters, found {numbers[0]} to {numbers[-1]}"
-        raise bad_optimizer(f"{where}: param_groups", problem)
-    return constant_rate(rates)
 
 
 def read_number(value: object, where: str) -> float:

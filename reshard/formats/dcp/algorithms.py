@@ -7,11 +7,21 @@ and the state of torch's Muon.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Set
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from manifests.optimizer_state import compact_patterns, is_plain, kinds_of
-from manifests.schema import MOMENTS, AlgorithmOption, Holds, OptimizerState, ParameterGroup, StateKind, StateShape
+from manifests.schema import (
+    MOMENTS,
+    AlgorithmOption,
+    Holds,
+    LearningRate,
+    OptimizerState,
+    ParameterGroup,
+    StateKind,
+    StateShape,
+)
 from reshard.formats.assemble import DECOUPLED, bad_optimizer, constant_rate, group_of
 
 _HOW = {"foreach": False, "fused": False, "capturable": False, "differentiable": False}  # how it is computed
@@ -88,6 +98,19 @@ def read_group(options: Mapping[object, object], where: str) -> ParameterGroup:
     return replace(group, algorithm=name, options=tuple(texts), rate_factor=rate.peak if rate else None)
 
 
+def read_adamw(groups: Sequence[Mapping[object, object]], where: str) -> list[ParameterGroup]:
+    """Return AdamW's groups of a trainer whose schedules are not those of torch.
+
+    The rate factor of each is its learning rate of the next step; if all of these are 0, its peak, where it has one.
+    """
+    names = ("lr",) if any(group.get("lr") for group in groups) else ("max_lr", "initial_lr", "lr")
+    rates = [constant_rate([next((group[name] for name in names if name in group), None)]) for group in groups]
+    return [
+        replace(group_of(group, where), algorithm="AdamW", rate_factor=rate.peak if rate else None)
+        for group, rate in zip(groups, rates, strict=True)
+    ]
+
+
 def states_of(group: ParameterGroup) -> tuple[Set[str], ...]:
     """Return the kinds of state that a parameter of a group has: one of these sets."""
     is_amsgrad = AlgorithmOption(name="amsgrad", value="true") in group.options
@@ -114,6 +137,36 @@ def first_of(groups: Iterable[ParameterGroup]) -> ParameterGroup:
 
 def _order(group: ParameterGroup) -> tuple[bool, float]:
     return group.algorithm != "AdamW", -group.weight_decay
+
+
+def common_rate(groups: Mapping[str, ParameterGroup], rates: Mapping[str, object], where: str) -> LearningRate | None:
+    """Return the rate that all groups follow, each by its factor; None: their schedules differ.
+
+    Both are by parameter; `rates` are of the next step.
+    """
+    first = first_of(groups.values())
+    if first.rate_factor == 0 and any(group.rate_factor for group in groups.values()):
+        raise bad_optimizer(where, "expected no learning rate that is a multiple of 0, found the one of a group")
+    constant = {name: constant_rate([rates[name]]) for name in groups}
+    common = next(constant[name] for name, group in groups.items() if group == first)
+    for name, group in groups.items():
+        rate, base, first_base = constant[name], group.rate_factor, first.rate_factor
+        if common is None or rate is None or base is None or first_base is None:
+            return None
+        if not math.isclose(rate.peak * first_base, common.peak * base, rel_tol=1e-6):
+            return None
+    return common
+
+
+def adamw_of(
+    groups: Sequence[Mapping[object, object]], numbers: Mapping[str, int], max_norm: float, where: str
+) -> tuple[OptimizerState, LearningRate | None]:
+    """Return AdamW and its rate: `numbers` has each parameter's group, see `read_adamw`."""
+    read = read_adamw(groups, where)
+    by_fqn = {fqn: read[number] for fqn, number in numbers.items()}
+    rates = {fqn: groups[number].get("lr") for fqn, number in numbers.items()}
+    optimizer = optimizer_of(by_fqn, dict.fromkeys(MOMENTS, by_fqn.keys()), max_norm)
+    return optimizer, common_rate(by_fqn, rates, where)
 
 
 def optimizer_of(

@@ -6,13 +6,12 @@ Optimizer.state_dict.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from manifests.errors import SourceError
-from manifests.schema import Holds, LearningRate, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
+from manifests.schema import Holds, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpMetadata, DcpTensor, DcpValue, read_chunks, read_values
 from reshard.archives.names import METADATA_NAME
 from reshard.formats.assemble import (
@@ -20,11 +19,10 @@ from reshard.formats.assemble import (
     OPTIMIZER,
     bad_optimizer,
     checked_state,
-    constant_rate,
     read_number,
     without_optimizer,
 )
-from reshard.formats.dcp.algorithms import CLASSES, SHAPES, first_of, optimizer_of, read_group, states_of
+from reshard.formats.dcp.algorithms import CLASSES, SHAPES, common_rate, optimizer_of, read_group, states_of
 from reshard.formatting import some
 from stores.base import Folder
 from stores.bundles import TensorAt
@@ -146,26 +144,10 @@ def training_state(
         step=num_steps,
         num_tokens=tokens * num_replicas,
         dtype=_FLOATS.get(dtypes.pop()) if len(dtypes) == 1 else None,
-        learning_rate=_learning_rate(optimizer, where),
+        learning_rate=common_rate(optimizer.groups, optimizer.rates, where),
         optimizer=_optimizer(optimizer, fqns, where),
     )
     return checked_state(state, where)
-
-
-def _learning_rate(optimizer: SavedOptimizer, where: str) -> LearningRate | None:
-    """Return the rate that all groups follow, each by its factor; None: their schedules differ."""
-    first = first_of(optimizer.groups.values())
-    rates = {name: constant_rate([optimizer.rates[name]]) for name in optimizer.groups}
-    if first.rate_factor == 0 and any(group.rate_factor for group in optimizer.groups.values()):
-        raise bad_optimizer(where, "expected no learning rate that is a multiple of 0, found the one of a group")
-    common = next(rates[name] for name, group in optimizer.groups.items() if group == first)
-    for name, group in optimizer.groups.items():
-        rate, base, first_base = rates[name], group.rate_factor, first.rate_factor
-        if common is None or rate is None or base is None or first_base is None:
-            return None
-        if not math.isclose(rate.peak * first_base, common.peak * base, rel_tol=1e-6):
-            return None
-    return common
 
 
 def _optimizer(optimizer: SavedOptimizer, fqns: Mapping[str, Sequence[str]], where: str) -> OptimizerState:

@@ -99,6 +99,8 @@ class _Groups:
         self.options: list[tuple[dict[str, object], bool]] = []  # of each group, and whether it counts steps
         self._of_fqn = GroupNumbers(optimizer.groups, checkpoint.shape.ties)
         rate = rate_of(checkpoint, trained)
+        if not rate.peak and any(group.rate_factor is not None for group in optimizer.groups):
+            raise refuse_state(checkpoint, "expected a learning rate above 0, of which groups have multiples, found 0")
         for group in optimizer.groups:
             name = algorithm_of(group, optimizer)
             if name not in CLASSES:

@@ -9,20 +9,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from manifests.schema import OptimizerState, ParameterGroup, TrainingState
+from manifests.schema import TrainingState
 from reshard.archives.tensors import read_object
 from reshard.formats.assemble import (
     DECOUPLED,
     bad_optimizer,
-    by_options,
     check_adamw,
     checked_state,
-    common_rate,
-    group_of,
     groups_in,
     num_steps_of,
     read_number,
 )
+from reshard.formats.dcp.algorithms import adamw_of, read_adamw
 from reshard.formats.deepspeed.names import Saved, Step
 
 STATE_NAME = "zero/optimizer_state.pt"
@@ -54,15 +52,14 @@ def training_state(step: Step, saved: Saved, fqns: Mapping[str, str]) -> tuple[T
         raise bad_optimizer(where, f"expected AdamW, found {other[0][:80]!r} (ds_config)")
     for group in groups if _decays_as_l2(ranks) else ():
         check_adamw({DECOUPLED: False, **group}, where)  # a trainer's own optimizer says it itself
-    rates = [rate for group in groups if isinstance(rate := group.get("lr"), int | float)]
+    numbers = _group_numbers(groups, ranks, fqns, where)
+    optimizer, rate = adamw_of(groups, numbers, _max_norm(state, ranks, where), where)
     trained = TrainingState(
         step=_num_steps(saved.steps, groups, where, fqns),
         num_tokens=0,
         dtype="F32",
-        learning_rate=common_rate(rates, where),
-        optimizer=OptimizerState(
-            name="AdamW", max_norm=_max_norm(state, ranks, where), groups=_by_options(groups, ranks, fqns, where)
-        ),
+        learning_rate=rate,
+        optimizer=optimizer,
     )
     return checked_state(trained, where), check_values(state, by_file, trained.step, where)
 
@@ -80,17 +77,16 @@ def _num_steps(
     return num_steps_of(counts, where)
 
 
-def _by_options(
+def _group_numbers(
     groups: Sequence[Mapping[object, object]],
     ranks: Sequence[Mapping[object, object]],
     fqns: Mapping[str, str],
     where: str,
-) -> tuple[ParameterGroup, ...]:
-    """Return a group for all parameters, or, if options differ, those whose parameters the ranks' files list."""
-    options = [group_of(group, where) for group in groups]
-    if len(set(options)) == 1:
-        return (options[0],)
-    members: list[set[str]] = [set() for _ in options]
+) -> dict[str, int]:
+    """Return the number of each parameter's group: any, or, if options or rates differ, as the ranks' files list."""
+    if len(set(read_adamw(groups, where))) == 1:
+        return dict.fromkeys(fqns.values(), 0)
+    members: list[set[str]] = [set() for _ in groups]
     for rank in ranks:
         shapes = rank.get("param_shapes")
         for listed, fqns_here in zip(shapes if isinstance(shapes, list) else (), members, strict=False):
@@ -98,10 +94,10 @@ def _by_options(
     assigned = [fqn for listed in members for fqn in listed]
     if sorted(assigned) != sorted(fqns.values()):
         problem = (
-            "groups of parameters have different options, and mp_rank files do not say which parameter is in which"
+            "groups of parameters differ in options or rates, and mp_rank files do not say which parameter is in which"
         )
         raise bad_optimizer(where, problem)
-    return by_options(zip(options, members, strict=True))
+    return {fqn: number for number, listed in enumerate(members) for fqn in listed}
 
 
 def _max_norm(state: Mapping[object, object], ranks: Sequence[Mapping[object, object]], where: str) -> float:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from manifests.errors import SourceError
-from manifests.schema import MOMENTS, BatchSizes, OptimizerState, ParameterGroup, TrainedDtype, TrainingState
+from manifests.schema import MOMENTS, BatchSizes, TrainedDtype, TrainingState
 from reshard.archives.dcp import DcpTensor
 from reshard.formats.assemble import (
     DECOUPLED,
@@ -24,14 +24,13 @@ from reshard.formats.assemble import (
     bad_optimizer,
     check_adamw,
     checked_state,
-    common_rate,
-    group_of,
     groups_in,
     num_steps_of,
     read_number,
     without_optimizer,
 )
-from reshard.formats.megatron.names import Common
+from reshard.formats.dcp.algorithms import adamw_of, read_adamw
+from reshard.formats.megatron.names import MTP_COPIES, Common
 from stores.bundles import TensorAt
 
 MASTERS = "param"  # weights in float32, beside those that the model computes with
@@ -43,6 +42,7 @@ _DTYPES: Mapping[str, TrainedDtype] = {"F32": "F32", "F16": "F16", "BF16": "BF16
 DECAYS_QK_NORMS = "apply_wd_to_qk_layernorm"
 QK_NORM, _LATENT_NORM = re.compile(r"\.[qk]_norm\."), re.compile(r"\.q_a_layernorm\.")
 _FUSED_NORM = ".linear_q_up_proj.layer_norm_weight"
+_EMBEDDINGS = (*MTP_COPIES, "lm_head.weight")  # the ends of what has the rate of --decoupled-lr
 
 
 def _resave() -> str:
@@ -99,17 +99,15 @@ def training_state(
     batch = _batch(arguments)
     samples = arguments.get("consumed_train_samples")
     clip = float(read_number(arguments.get("clip_grad", 1.0), f"{common.place}: args.clip_grad"))
+    numbers = _group_numbers(groups, arguments, moments, _undecayed(moments, arguments, names), place)
+    optimizer, rate = adamw_of(groups, numbers, max(clip, 0.0), place)  # Megatron clips to a norm above 0
     state = TrainingState(
         step=step,
         num_tokens=samples * batch.seq_len if batch and type(samples) is int and samples > 0 else 0,
         dtype="F32",
         compute_dtype=_DTYPES.get(weights_dtype) if weights_dtype != "F32" else None,
-        optimizer=OptimizerState(
-            name="AdamW",
-            max_norm=max(clip, 0.0),  # Megatron clips to a norm above 0
-            groups=_groups(groups, arguments, _undecayed(moments, arguments, names), place),
-        ),
-        learning_rate=common_rate([group.get("lr") for group in groups], place),
+        optimizer=optimizer,
+        learning_rate=rate,
         batch=batch,
     )
     return checked_state(state, place)
@@ -131,25 +129,40 @@ def _inner(state: Mapping[object, object], place: str) -> Mapping[object, object
     return options
 
 
-def _groups(
-    saved: list[Mapping[object, object]], arguments: Mapping[str, Any], undecayed: tuple[str, ...], place: str
-) -> tuple[ParameterGroup, ...]:
-    """Return a group for all parameters; or, if some have no weight decay, two: those are the `undecayed` ones.
+def _group_numbers(
+    saved: list[Mapping[object, object]],
+    arguments: Mapping[str, Any],
+    moments: Collection[str],
+    undecayed: tuple[str, ...],
+    place: str,
+) -> dict[str, int]:
+    """Return the number of each parameter's group; first come those that have --lr and weight decay.
 
-    A checkpoint does not say which parameter is in which group; groups of experts repeat those of other parameters.
+    A checkpoint does not say which parameter is in which group: the `undecayed` are in one without weight decay, if
+    there is such; the embedding and the head in that of --decoupled-lr. Groups of experts repeat those of others.
     """
-    alike = {group_of(group, place): group.get("wd_mult") for group in saved}
-    if len(alike) == 1:
-        return (next(iter(alike)),)
-    decayed = [group for group in alike if group.weight_decay]
-    bare = [group for group, factor in alike.items() if not group.weight_decay and factor == 0]
-    if len(alike) != 2 or len(decayed) != 1 or replace(decayed[0], weight_decay=0.0) not in bare:
-        problem = f"expected one weight decay, and none of 1-D parameters, found {[g.weight_decay for g in alike]}"
+    read, decoupled = read_adamw(saved, place), arguments.get("decoupled_lr")
+    marks = [
+        bool(group.get("is_decoupled_lr")) or (decoupled is not None and group.get("max_lr") == decoupled)
+        for group in saved
+    ]
+    alike = {group: number for number, group in enumerate(read) if not marks[number] or all(marks)}
+    apart = {group: number for number, group in enumerate(read) if marks[number] and group not in alike}
+    main = max(alike, key=lambda group: group.weight_decay)
+    bare = [group for group in alike if group != main]
+    is_known = all(replace(main, weight_decay=0.0) == group for group in bare) and len(apart) < 2
+    is_known = is_known and all(saved[alike[group]].get("wd_mult") == 0 for group in bare)
+    if not is_known or any(replace(group, rate_factor=main.rate_factor) != main for group in apart):
+        shown = ", ".join(f"{group.weight_decay:g} at {group.rate_factor}" for group in (*alike, *apart))
+        problem = f"expected one weight decay and rate but for 1-D parameters and --decoupled-lr, found {shown}"
         raise bad_optimizer(f"{place}: param_groups", problem)
-    if (std := arguments.get("embedding_init_method_std")) is not None:
+    if bare and (std := arguments.get("embedding_init_method_std")) is not None:
         problem = "found no group of the embedding, which some releases decay and others do not"
         raise bad_optimizer(f"{place}: param_groups", f"{problem} with embedding_init_method_std {str(std)[:80]}")
-    return decayed[0], replace(bare[0], fqns=undecayed)
+    numbers = dict.fromkeys(moments, alike[main])
+    numbers |= {fqn: alike[group] for group in bare for fqn in undecayed}
+    numbers |= {fqn: apart[group] for group in apart for fqn in moments if fqn.endswith(_EMBEDDINGS)}
+    return dict(sorted(numbers.items(), key=lambda item: item[1] != alike[main]))
 
 
 def _undecayed(

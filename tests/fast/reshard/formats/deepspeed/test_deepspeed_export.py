@@ -115,14 +115,18 @@ def test_optimizer_state_survives_the_way_through_a_universal_checkpoint(
     assert kinds == {"fp32.pt"}
 
 
-def groups_of(step: Path, bare: str, out: Path, *flags: str) -> list[tuple[float, list[str]]]:
-    """Give a parameter of a Universal Checkpoint a group without weight decay; return the groups of its pack."""
-    others = [path.name for path in (step / "zero").iterdir() if path.is_dir() and path.name != bare]
-    shapes = [dict.fromkeys(names, 0) for names in (others, [bare])]
+def set_groups(step: Path, apart: str, *options: dict[str, float]) -> None:
+    """Give a parameter of a Universal Checkpoint a group of its own; the first options are those of all others."""
+    others = [path.name for path in (step / "zero").iterdir() if path.is_dir() and path.name != apart]
+    shapes = [dict.fromkeys(names, 0) for names in (others, [apart])]
     change(step / MODEL_STATES, lambda state: {**state, "param_shapes": shapes})
     group = loaded(step / STATE)["param_groups"][0]
-    groups = [{**group, "weight_decay": decay} for decay in (0.1, 0.0)]
-    change(step / STATE, lambda state: {**state, "param_groups": groups})
+    change(step / STATE, lambda state: {**state, "param_groups": [group | changes for changes in options]})
+
+
+def groups_of(step: Path, bare: str, out: Path, *flags: str) -> list[tuple[float, list[str]]]:
+    """Give a parameter of a Universal Checkpoint a group without weight decay; return the groups of its pack."""
+    set_groups(step, bare, {"weight_decay": 0.1}, {"weight_decay": 0.0})
     run("pack", step.parent, "--layout", "pp=2", *flags, "--out", out)
     assert reshard("verify", out).code == 0
     found = json.loads((out / "manifest.json").read_text())["training"]["optimizer"]["groups"]
@@ -143,6 +147,40 @@ def test_parameter_that_is_dropped_is_in_no_group(tmp_path: Path) -> None:
     (step,) = (tmp_path / "out").glob("global_step*")
     shutil.copytree(step / "zero" / "model.norm.weight", step / "zero" / "value.bias")
     assert groups_of(step, "value.bias", tmp_path / "packed", "--drop", "value") == [(0.1, [])]
+
+
+def rates_of(packed: Path) -> tuple[float, list[tuple[float | None, list[str]]]]:
+    training = json.loads((packed / "manifest.json").read_text())["training"]
+    groups = [(group.get("rate_factor"), group["fqns"]) for group in training["optimizer"]["groups"]]
+    return training["learning_rate"]["peak"], groups
+
+
+@pytest.mark.parametrize(
+    ("others", "own"),
+    [({"lr": 1e-5}, {"lr": 1e-3}), ({"lr": 0.0, "initial_lr": 1e-5}, {"lr": 0.0, "initial_lr": 1e-3})],
+    ids=["trained", "before its warmup"],
+)
+def test_rates_of_groups_become_factors_of_one(others: dict[str, float], own: dict[str, float], tmp_path: Path) -> None:
+    run("export", write_trained(tmp_path, "pp=2"), "--to", "universal", "--out", tmp_path / "out")
+    (step,) = (tmp_path / "out").glob("global_step*")
+    set_groups(step, HEAD, others, own)
+    packed = pack(step.parent, tmp_path / "packed")
+    expected = others["lr"], [(None, []), (pytest.approx(100), [HEAD])]
+    assert rates_of(packed) == expected
+    for form in ("universal", "megatron", *(() if others["lr"] else ("dcp",))):
+        error = refusal("export", packed, "--to", form, "--out", tmp_path / form)
+        assert error.found[:2] == (3, "checkpoint.other-optimizer")
+    if others["lr"]:
+        run("export", packed, "--to", "dcp", "--out", tmp_path / "dcp")
+        assert rates_of(pack(tmp_path / "dcp", tmp_path / "again")) == expected
+
+
+def test_rate_that_is_a_multiple_of_zero_is_refused(tmp_path: Path) -> None:
+    run("export", write_trained(tmp_path, "pp=2"), "--to", "universal", "--out", tmp_path / "out")
+    (step,) = (tmp_path / "out").glob("global_step*")
+    set_groups(step, HEAD, {"lr": 0.0}, {"lr": 1e-3})
+    error = refusal("pack", step.parent, "--layout", "pp=2", "--out", tmp_path / "packed")
+    assert error.found[:2] == (3, "source.bad-optimizer-state")
 
 
 def test_layers_of_a_model_whose_config_has_more_mtp_layers_than_its_files_are_read(tmp_path: Path) -> None:

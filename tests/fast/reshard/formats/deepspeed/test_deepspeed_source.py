@@ -141,7 +141,8 @@ def change_options(step: Path, **options: Any) -> None:
 
 
 def add_group(step: Path, **options: Any) -> None:
-    """Give an optimizer a second group, with other options than the first."""
+    """Give an optimizer a second group, with other options than the first; no rank says whose it is."""
+    of_all_ranks(param_shapes=None)(step)
     change_options(step)
     (group,) = torch.load(step / STATE, weights_only=True)["param_groups"]
     change(step / STATE, lambda state: {**state, "param_groups": [group, group | options]})

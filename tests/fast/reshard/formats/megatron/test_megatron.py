@@ -613,8 +613,12 @@ def other_decays(common: dict[str, Any]) -> None:
 
 
 def other_rates(common: dict[str, Any]) -> None:
-    """As of --decoupled-lr."""
+    """Not marked as those of --decoupled-lr."""
     common["optimizer"]["optimizer"]["param_groups"][1]["lr"] = 1e-3
+
+
+def decoupled_without_decay(common: dict[str, Any]) -> None:
+    common["optimizer"]["optimizer"]["param_groups"][1] |= {"lr": 1e-3, "is_decoupled_lr": True}
 
 
 def other_steps(common: dict[str, Any]) -> None:
@@ -661,11 +665,36 @@ def embedding_of_another_decay(common: dict[str, Any]) -> None:
     common["args"].embedding_init_method_std = 1.0
 
 
+@pytest.mark.parametrize("mark", [{"is_decoupled_lr": True}, {"max_lr": 1e-2}], ids=["by name", "by its peak"])
+def test_decoupled_rate_of_embedding_and_head_is_a_factor(mark: dict[str, Any], tmp_path: Path) -> None:
+    """Newer releases mark no group: it has the peak that --decoupled-lr says."""
+    saved = copytree(TRAINED, tmp_path / "saved")
+    common = torch.load(saved / "common.pt", weights_only=False)
+    common["args"].decoupled_lr = 1e-2
+    groups = common["optimizer"]["optimizer"]["param_groups"]
+    decayed = next(group for group in groups if group["weight_decay"])
+    groups.append({**decayed, "lr": 2e-3, **mark})
+    torch.save(common, saved / "common.pt")
+    packed = pack(saved, tmp_path / "packed")
+    training = json.loads((packed / "manifest.json").read_text())["training"]
+    found = [
+        (group.get("rate_factor"), group["weight_decay"], group["fqns"]) for group in training["optimizer"]["groups"]
+    ]
+    norms = [f"model.layers.*.{place}_layernorm.weight" for place in ("input", "post_attention")]
+    assert found == [
+        (None, 0.1, []), (0.5, 0.1, [HEAD, "model.embed_tokens.weight"]), (None, 0.0, [*norms, "model.norm.weight"]),
+    ]  # fmt: skip
+    assert training["learning_rate"]["peak"] == 4e-3
+    error = refusal("export", packed, "--to", "megatron", "--out", tmp_path / "out")
+    assert error.found[:2] == (3, "checkpoint.other-optimizer")
+
+
 def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None:
     saved = copytree(TRAINED, tmp_path / "saved")
     common = torch.load(saved / "common.pt", weights_only=False)
     common["args"].clip_grad = -1.0
-    common["optimizer"]["optimizer"]["param_groups"][0]["lr"] = [0.1]
+    for group in common["optimizer"]["optimizer"]["param_groups"]:
+        group["lr"] = [0.1]
     torch.save(common, saved / "common.pt")
     pack(saved, tmp_path / "out", "pp=1")
     trained = open_manifest(tmp_path / "out").manifest.training
@@ -677,9 +706,9 @@ def test_clipping_that_is_switched_off_is_a_norm_of_zero(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "change",
     [
-        other_decays, other_rates, other_steps, without_groups, decay_below_zero, endless_steps, clip_to_nothing_known,
-        clip_to_too_much, too_many_tokens, ahead_of_its_iteration, decay_within_the_gradient,
-        embedding_of_another_decay,
+        other_decays, other_rates, decoupled_without_decay, other_steps, without_groups, decay_below_zero,
+        endless_steps, clip_to_nothing_known, clip_to_too_much, too_many_tokens, ahead_of_its_iteration,
+        decay_within_the_gradient, embedding_of_another_decay,
     ],
 )  # fmt: skip
 def test_optimizers_that_the_runner_does_not_have_are_refused(
