@@ -98,7 +98,7 @@ class ObjectFile:
         return RangeReader(_ObjectFetch(self), ranges)
 
     def fetching(self) -> LendingFetch:
-        """Return the function that fetches its bytes; see `stores.base.RemoteFile`."""
+        """Return the function that fetches its bytes; see `stores.prefetch.RemoteFile`."""
         return _ObjectFetch(self)
 
 
