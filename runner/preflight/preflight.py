@@ -169,8 +169,8 @@ def check_world(manifest: Manifest, world_size: int) -> None:
 
 def check_places(options: TrainOptions) -> None:
     """Check that a run does not write in a folder that it reads, whose subfolders are searched for texts."""
-    read = (*options.data.sources, *(options.eval_data.sources if options.eval_data else ()))
-    places = (name for source in read if source != SYNTHETIC for name in (source, *glob(source, recursive=True)))
+    read = (*options.data.files, *(options.eval_data.files if options.eval_data else ()))
+    places = (name for source in read for name in (source, *glob(source, recursive=True)))
     folders = [folder for folder in map(Path, places) if folder.is_dir()]
     for flag, path in options.folders.items():
         for folder in folders:

@@ -18,7 +18,7 @@ from runner.commands import cli
 from runner.config.flags import parse_training, recall
 from runner.config.loss import BalanceOptions
 from runner.preflight.combinations import balance_flags, check_balance, expert_notes
-from runner.preflight.preflight import check_length, is_less_than_a_step, notes
+from runner.preflight.preflight import check_length, check_places, is_less_than_a_step, notes
 from runner.preflight.start import read_start
 from runner.rundir.records import write_run_record
 from tests.builders import HEAD, edit_manifest, llama_config, pack, without_file, write_model
@@ -153,6 +153,13 @@ def test_working_folder_is_no_data_where_the_log_goes_by_default(place: Path, mo
     monkeypatch.chdir(place / "texts")
     assert refusal(place, "--data", ".").where.startswith("--log-dir runner-log/")
     assert refusal(place, "--data", "../text*").where.startswith("--log-dir runner-log/")
+
+
+def test_working_folder_may_be_the_data_of_a_dataset_that_reads_it_by_itself(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place / "texts")
+    check_places(parse_training(["--data", ".", "--data-class", "rows", "--log-dir", "log"]))
 
 
 def test_checkpoints_are_not_saved_below_a_file(place: Path) -> None:
