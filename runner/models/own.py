@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from manifests.errors import ModelError
 from manifests.models import ModelShape, module_of
 from manifests.models.catalogue import described_entry, entry_of
+from manifests.models.shape import is_layer
 from manifests.models.trainable import GROUP
 from manifests.schema import ModelDescription
 from runner.models.family import Family, Plan, RowInput, check_output, row_inputs_of
@@ -143,7 +144,9 @@ class NamedFamily:
             return self
         with torch.device("meta"):
             tensors = {name: tuple(tensor.shape) for name, tensor in _stored_tensors(self._make_tiny(self.modules))}
-        vocab_size, hidden_size = tensors[f"{self.modules[-1]}.weight"]
+        beside, sizes = {name for name in self.modules if not is_layer(name)}, (self.vocab_size, self.hidden_size)
+        of_both = (name for name, dims in self._tensors.items() if dims == sizes and module_of(name, beside))
+        vocab_size, hidden_size = tensors[next(of_both, f"{self.modules[-1]}.weight")]
         small = replace(self._request, tensors=tensors, vocab_size=vocab_size, hidden_size=hidden_size)
         return NamedFamily(
             small, self._make_tiny, hands_on_trees=self.hands_on_trees, row_inputs=self.row_inputs,
@@ -294,8 +297,9 @@ def request_of(
     max_seq_len: int,
 ) -> FamilyRequest:
     """Return the request for the family of a packed model."""
-    last = shape.modules[-1]
-    head = shape.tensors.get(f"{last}.weight") or shape.tensors.get(last) or (0,)
+    first, last, vocab_size = shape.modules[0], shape.modules[-1], config.get("vocab_size")
+    embedding = (vocab_size,) if type(vocab_size) is int else shape.tensors.get(f"{first}.weight")
+    head = shape.tensors.get(f"{last}.weight") or shape.tensors.get(last) or embedding or (0,)
     return FamilyRequest(
         architecture=shape.architecture,
         config=config,

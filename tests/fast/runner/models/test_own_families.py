@@ -22,6 +22,7 @@ from manifests.schema import ModelDescription
 from runner.config.parallel_dims import ParallelDims
 from runner.models import family_for
 from runner.models.family import row_inputs_of
+from runner.models.own import request_of
 from runner.parallel.parallelize import check_plans
 from runner.pipeline.chunk import build_chunks
 from runner.proof.options import check_stages
@@ -282,6 +283,19 @@ def test_a_forward_that_returns_a_dict_is_refused_by_its_class(wraps: str, wordi
             first.to_empty(device="cpu")(torch.zeros(1, 3, dtype=torch.int64))
         assert caught.value.code == "model.family-output"
     wording(str(caught.value).replace(__name__, "MODULE"))
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 16}, {}])
+def test_vocabulary_with_a_head_of_several_matrices_is_that_of_config_or_embedding(config: dict[str, Any]) -> None:
+    def make(modules: tuple[str, ...], width: int = 8, vocab_size: int = 16) -> nn.Module:
+        head = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, vocab_size))
+        layers = nn.ModuleDict({"0": nn.Linear(width, width, bias=False)})
+        return nn.ModuleDict({"layers": layers, "embed": nn.Embedding(vocab_size, width), "head": head})
+
+    tensors = {name: tuple(tensor.shape) for name, tensor in make(SHAPE.modules).named_parameters()}
+    asked = request_of(replace(SHAPE, tensors=tensors, hidden_size=8), config, DESCRIPTION, max_seq_len=8)
+    tiny = runner.NamedFamily(asked, make, partial(make, width=4, vocab_size=6)).tiny()
+    assert (asked.vocab_size, tiny.vocab_size, tiny.hidden_size) == (16, 6, 4)
 
 
 def test_named_family_of_a_large_model_needs_a_tiny_one() -> None:
