@@ -472,7 +472,9 @@ def test_parts_that_cannot_be_submitted_say_why(source: Path, tmp_path: Path) ->
     assert json.loads(done.stdout)["error"]["where"] == "sbatch"
 
 
-def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> None:
+def test_commit_that_has_ended_says_so_when_it_is_run_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_model(tmp_path / "source")
     out = tmp_path / "out"
     for number in (1, 2):
@@ -483,6 +485,8 @@ def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path) -> N
         again = reshard("commit", out, "--json", *flags)
         assert (again.code, again.out) == (0, first.out)
     assert files_in(out) == before
+    (note,) = caplog.messages  # with --force, which may have been run before any part has begun
+    assert str(out) in note
     nothing = reshard("commit", tmp_path / "nothing", "--json")
     assert (nothing.code, nothing.json["error"]["code"]) == (3, "output.no-parts")
 
