@@ -38,9 +38,10 @@ def read_run_times(
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
-    A stage's median time for a microbatch is divided among its modules by their FLOPs. `degrees` are those of the run,
-    by default one rank for each stage, `link` is that of `measure_link`, and `trained` has the numbers of parameters
-    that the run trains, by default all; `fixed_share` is that of `measure_fixed_share`.
+    A stage's median time for a microbatch is divided among its modules by their FLOPs, as is the backward of all stages
+    of one rank, which is timed as a whole. `degrees` are those of the run, by default one rank for each stage, `link`
+    is that of `measure_link`, and `trained` has the numbers of parameters that the run trains, by default all;
+    `fixed_share` is that of `measure_fixed_share`.
     """
     run = read_run(log_dir)
     if run.traces is None:
@@ -58,12 +59,14 @@ def read_run_times(
     options = config_of(run.record)
     seq_len = int(options.get("seq_len", _SEQ_LEN))
     how = {name: options[name] for name in _HOW if name in options}
+    work = [[packed.shape.work[module].forward_flops(seq_len) for module in modules] for modules in stages]
+    if packed.manifest.placement.num_ranks == 1:  # without a pipeline, one backward runs through all stages
+        backward = tuple(sum(backward) * share for share in _shares(list(map(sum, work))))
     times = {}
-    for stage, modules in enumerate(stages):
+    for stage, (modules, flops) in enumerate(zip(stages, work, strict=True)):
         backward_s = backward[stage] or inputs[stage] + weights[stage]
         if stage and not backward[stage]:  # the first stage runs its whole backward as W
             backward_s = whole_s(how, backward_s, sum(map(is_layer, modules)))
-        flops = [packed.shape.work[module].forward_flops(seq_len) for module in modules]
         for module, share in zip(modules, _shares(flops), strict=True):
             times[module] = ModuleTime(
                 forward=share * (forward[stage] + loss[stage]),

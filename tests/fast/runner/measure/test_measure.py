@@ -24,6 +24,7 @@ from runner.commands import cli
 from runner.config.flags import training_command
 from runner.config.parallel_dims import ParallelDims
 from runner.measure.of_run import read_run_times, write_run_times
+from runner.profiling.trace import trace_path
 from runner.report.read import read_run
 from tests.builders import reshard
 from tests.fast.manifests.models.catalogued import save_tiny
@@ -137,6 +138,25 @@ def test_times_of_a_run_are_divided_among_the_modules_of_a_stage(tmp_path: Path)
         assert sum(modules[name].forward for name in names) == pytest.approx(0.010 + 0.001 * stage)
         assert sum(modules[name].backward for name in names) == pytest.approx(0.021)
     assert modules["model.layers.1"].forward > modules["model.norm"].forward
+
+
+def test_backward_through_all_stages_of_one_rank_is_divided_among_all_modules(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", num_hidden_layers=4)
+    packed, log = open_packed(pack(tmp_path, "pp=1,vpp=2")), tmp_path / "log"
+    log.mkdir()
+    write_metrics(log)
+    write_traces(log, "Interleaved1F1B", packed.manifest.placement, 4)
+    traced = json.loads(trace_path(log, 0).read_text())
+    is_backward_of_first = [(event["tid"], event["args"]["kind"]) == (0, "B") for event in traced["traceEvents"]]
+    assert is_backward_of_first.count(True) == 4
+    traced["traceEvents"] = [
+        event for event, is_first in zip(traced["traceEvents"], is_backward_of_first, strict=True) if not is_first
+    ]  # as a rank that runs no pipeline writes them
+    trace_path(log, 0).write_text(json.dumps(traced))
+    modules = read_run_times(packed, log).modules
+    assert sum(time.backward for time in modules.values()) == pytest.approx(0.021)
+    assert modules["model.layers.0"].backward == pytest.approx(modules["model.layers.3"].backward)
+    assert modules["model.layers.0"].backward > modules["model.norm"].backward
 
 
 @pytest.mark.parametrize(
