@@ -66,7 +66,7 @@ class Requeue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restart:
-    """Start all ranks again from the checkpoint of `step`; None: the newest one, whichever that is."""
+    """Start all ranks again. The newest checkpoint is of `step`, and may be damaged; 0: none; None: unknown."""
 
     step: int | None
 
@@ -102,7 +102,7 @@ def _decide_after_loss(end: AttemptEnd) -> Decision:
     """Restart after a lost rank, while restarts are left and checkpoints advance."""
     step = end.newest_step()
     if end.attempt and not end.has_saved():
-        why = f"no checkpoint since the last restart, from step {step}: a restart would fail the same way"
+        why = f"no checkpoint since the last restart (the newest: step {step}): a restart would fail the same way"
         return GiveUp(code=end.code, why=why)
     if end.attempt < end.restarts:
         return Restart(step=step)

@@ -164,9 +164,9 @@ class _Supervisor:
                     return self._requeue()
                 case Restart():
                     attempt += 1
-                    start = "the newest checkpoint" if action.step is None else f"step {action.step}"
-                    logger.info("attempt %d of %d exited with code %d; restarting all ranks from %s",
-                                attempt, restarts + 1, code, start)  # fmt: skip
+                    newest = f"the newest checkpoint is at step {action.step}" if action.step else "no checkpoint yet"
+                    logger.info("attempt %d of %d exited with code %d; restarting all ranks%s", attempt, restarts + 1,
+                                code, "" if action.step is None else f"; {newest}")  # fmt: skip
 
     def _put_on_record(self) -> None:
         """Record this job in its log folder if its launcher has not: sbatch may have given it no answer.

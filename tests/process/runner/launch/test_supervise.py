@@ -179,6 +179,7 @@ def test_checkpoints_before_a_damaged_newest_one_or_in_its_place_let_the_job_res
     saves = f"case $attempt in 3) {replaces};; 4) ;; *) {SAVES};; esac; "
     ended = supervise(tmp_path, saves + LOSES, "--restarts", "5")
     assert (ended.code, len(ended.attempts)) == (LOST, 4)
+    assert "from step 9" not in ended.said  # where ranks resume, they say
 
 
 @pytest.mark.parametrize("flags", [(), ("--requeue",)])
