@@ -12,7 +12,6 @@ import importlib
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.errors import InputError, ManifestError, OutputError, Parameter, SignatureError, system_errors
@@ -21,6 +20,7 @@ from manifests.invariants import MANIFEST_NAME
 from manifests.store import write_file
 from stores.base import read_whole
 from stores.folders.probe import check_new_file
+from stores.folders.publish import TMPDIR, temporary_folder, writing_to
 from stores.local import LocalFolder
 from stores.open import ReadManifest, open_manifest
 
@@ -62,10 +62,11 @@ def sign(manifest: str | Path, *, key: str | Path, password: str | None = None, 
         raise _bad_key(
             Parameter("key", str(key)), error, "private", f"; {Parameter('password')} for an encrypted one"
         ) from error
-    with TemporaryDirectory() as folder:
-        signed, signature = Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME
-        signed.write_bytes(read.data)
-        signer.sign(signed, signature)
+    with temporary_folder("reshard-sign-") as folder:
+        signed, signature = folder / MANIFEST_NAME, folder / SIGNATURE_NAME
+        with writing_to(*TMPDIR):
+            signed.write_bytes(read.data)
+            signer.sign(signed, signature)
         with system_errors(out, "cannot be written", code="output.unwritable"):
             write_file(out, signature.read_bytes())
     return out
@@ -83,12 +84,13 @@ def check_signature(read: ReadManifest, public_key: Path) -> str:
         verifier = verifying.Config().use_elliptic_key_verifier(public_key=public_key)
     except Exception as error:  # whatever the reader of keys meets
         raise _bad_key(Parameter("public_key", str(public_key)), error, "public") from error
-    with TemporaryDirectory() as folder:
-        (Path(folder) / MANIFEST_NAME).write_bytes(read.data)
-        (Path(folder) / SIGNATURE_NAME).write_bytes(signature)
+    with temporary_folder("reshard-verify-") as folder:
+        with writing_to(*TMPDIR):
+            (folder / MANIFEST_NAME).write_bytes(read.data)
+            (folder / SIGNATURE_NAME).write_bytes(signature)
         try:
             with redirect_stdout(sys.stderr):  # it warns of old signatures there
-                verifier.verify(Path(folder) / MANIFEST_NAME, Path(folder) / SIGNATURE_NAME)
+                verifier.verify(folder / MANIFEST_NAME, folder / SIGNATURE_NAME)
         except Exception as error:  # whatever a signature by anybody makes it raise
             raise _refused(where, str(read), public_key, error) from error
     return where

@@ -10,7 +10,6 @@ from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from manifests.errors import ModelError, Parameter, UsageError
@@ -30,7 +29,7 @@ from reshard.tensors.checkpoint import Checkpoint
 from reshard.transforms.conversion import STORED, Conversion
 from stores.address import is_url
 from stores.folders.owned import files_of_manifest
-from stores.folders.publish import check_target, scratch_beside, writing_to
+from stores.folders.publish import TMPDIR, check_target, scratch_beside, temporary_folder, writing_to
 
 _INIT = Parameter("init")
 
@@ -61,9 +60,10 @@ def initial_model(
     older = config.pop("torch_dtype", None)
     config["dtype"] = dtype = str(config.get("dtype") or older or DEFAULT_DTYPE)
     document = (json.dumps(config, indent=2) + "\n").encode()
-    with TemporaryDirectory() as temporary:
-        (Path(temporary) / CONFIG_NAME).write_bytes(document)
-        planned = open_config(Path(temporary) / CONFIG_NAME)
+    with temporary_folder("reshard-init-") as temporary:
+        with writing_to(*TMPDIR):
+            (temporary / CONFIG_NAME).write_bytes(document)
+        planned = open_config(temporary / CONFIG_NAME)
         on_config(options, planned)
     versions = [f"{package} {version(package)}" for package in ("torch", "transformers") if find_spec(package)]
     origin = Source(kind="init", location=str(config_path.resolve()), revision=f"seed {seed}, {', '.join(versions)}")

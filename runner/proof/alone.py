@@ -40,6 +40,7 @@ from runner.proof.stages import SelfChecked
 from runner.proof.tiny_step import Distances
 from runner.training.algorithms import plan_groups
 from runner.training.build import Stages, apply_model_options
+from stores.folders.publish import TMPDIR, temporary_folder, writing_to
 
 _PRELOADED = ("runner.proof.alone", "runner.models.generic")
 _Outcome = tuple[Distances | None, str | None, float]  # what a rank found: what differs, and seconds
@@ -90,9 +91,9 @@ def try_here(request: Request) -> list[Tried]:
     num_ranks = max(subset.degrees.world_size for subset in subsets)
     context = _server_without_gpus()
     receiver, sender = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="runner-") as folder:
+    with temporary_folder("runner-") as folder:
         ranks = [
-            context.Process(target=_run_rank, args=(request, rank, num_ranks, folder, sender), daemon=True)
+            context.Process(target=_run_rank, args=(request, rank, num_ranks, str(folder), sender), daemon=True)
             for rank in range(num_ranks)
         ]
         try:
@@ -121,8 +122,10 @@ def _server_without_gpus() -> Any:
     context: Any = get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     before, folder = dict(os.environ), tempfile.tempdir
+    with writing_to(*TMPDIR):
+        is_long = len(tempfile.gettempdir()) > _LONGEST_TMPDIR
     os.environ |= {**safe_environment(), "CUDA_VISIBLE_DEVICES": ""}
-    if len(tempfile.gettempdir()) > _LONGEST_TMPDIR:
+    if is_long:
         tempfile.tempdir = "/tmp"
     try:
         forkserver.ensure_running()

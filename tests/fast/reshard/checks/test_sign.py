@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import sys
+import tempfile
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import reshard as api
 from manifests.errors import InputError, SignatureError
-from tests.builders import edit_manifest, flip, llama_config, pack, reshard, write_model
+from tests.builders import edit_manifest, flip, llama_config, pack, refusal, reshard, write_model
 
 pytest.importorskip("model_signing", reason="pip install 'reshard[sign]'")
 
@@ -191,6 +192,16 @@ def test_without_model_signing_the_extra_is_named(out: Path, monkeypatch: pytest
     assert (caught.value.code, "reshard[sign]" in caught.value.hint) == ("system.missing-package", True)
     assert reshard("sign", out, "--key", out.parent / "one.pem", "--json").code == 3
     assert reshard("verify", out).code == 0
+
+
+def test_signatures_are_refused_where_no_temporary_folder_can_be_made(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(out / "none")])
+    signing_again = ("sign", out, "--key", out.parent / "one.pem", "--force")
+    for words in (signing_again, ("verify", out, "--public-key", out.parent / "one.pub")):
+        assert refusal(*words).found == (3, "output.unwritable", "TMPDIR")
 
 
 def test_model_signing_s_own_functions_verify_and_make_the_signature(out: Path, tmp_path: Path) -> None:

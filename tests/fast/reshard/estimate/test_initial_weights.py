@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -156,6 +157,14 @@ def test_a_model_with_weights_or_quantized_and_an_output_that_exists_are_refused
     assert refusal("pack", out, *words).found[1:] == ("options.init", "--init")
     assert refusal("pack", source, "--init", "1", "--layout", "pp=9", "--out", tmp_path / "x").found[0] == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "out"]
+
+
+def test_init_is_refused_where_no_temporary_folder_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_config()))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    words = ("pack", tmp_path / "config.json", "--init", "1", "--layout", "pp=2", "--out", tmp_path / "out")
+    assert refusal(*words).found == (3, "output.unwritable", "TMPDIR")
 
 
 def test_mtp_layers_are_refused_by_their_field(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from uuid import uuid4
 import pytest
 from click.testing import CliRunner, Result
 
+from manifests.errors import UserError
 from manifests.optimizer_groups import algorithm_of
 from runner.bundle.packed import open_packed
 from runner.commands import cli
@@ -76,6 +78,17 @@ def test_the_optimizer_of_the_run_is_proven(packed: Path) -> None:
     plan = run.options.optim.plan
     assert plan is not None
     assert {algorithm_of(group, plan.name) for group in plan.groups} == {"Muon", "AdamW"}
+
+
+def test_a_machine_where_no_temporary_folder_can_be_made_is_refused(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_context()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "none")])
+    error = prove(packed).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("output.unwritable", "TMPDIR")
 
 
 @pytest.mark.slow
