@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import threading
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from manifests.digest import digest_pieces
-from manifests.errors import DataError
+from manifests.errors import DataError, UserError
 from runner.config.entry_points import load_entry_point
 from runner.config.schema import DATASETS, BatchOptions, DataOptions
 from runner.data.packing import RowSample
 from runner.data.rows import BadDocumentError, RowForm, parse_row
 from runner.data.sequences import Batch, Rows, build_batch
 from runner.data.shared import Exchange, StoppedReading
+from runner.distributed.fail_together import exhausted, unreachable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,9 +87,8 @@ def read_dataset(
         rank=rows.number, num_ranks=rows.count, num_rows=batch.global_batch // rows.count,
     )  # fmt: skip
     where = f"--data-class {data.dataset}"
-    dataset: Dataset = load_entry_point(DATASETS, data.dataset, "--data-class")(request)
     row = replace(form or RowForm(), seq_len=batch.seq_len, vocab_size=vocab_size, is_masked=data.document_mask)
-    for records, after in dataset.read(None if state is None else json.loads(state)):
+    for records, after in _read_own(data.dataset, request, state, where):
         try:
             text = json.dumps(after)
         except (TypeError, ValueError) as error:
@@ -112,3 +113,19 @@ def read_dataset(
         num_tokens, num_documents = counts.gather(rows.number, counts_here, digest, json.dumps(after, sort_keys=True))
         yield replace(local, num_tokens=max(1, num_tokens), num_documents=num_documents, state=text)
     raise DataError(where, "has ended before --steps", "start over in it, or lower --steps", code="data.dataset")
+
+
+def _read_own(name: str, request: DataRequest, state: str | None, where: str) -> Iterator[tuple[Sequence[Any], Any]]:
+    """Yield what a dataset yields. What its code raises is an error of the data, which ends no save."""
+    dataset_class = load_entry_point(DATASETS, name, "--data-class")
+    try:
+        dataset: Dataset = dataset_class(request)
+        yield from dataset.read(None if state is None else json.loads(state))
+    except UserError:
+        raise
+    except Exception as error:
+        if (refusal := exhausted(error) or unreachable(error)) is not None:
+            raise refusal from error
+        reason = f"fails with {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        problem, hint = f"{reason}\n{traceback.format_exc().rstrip()}", "fix it as docs/own-data.md describes"
+        raise DataError(where, problem, hint, code="data.dataset") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from array import array
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from manifests.errors import CheckpointError, DataError, UsageError
+from manifests.errors import CheckpointError, DataError, UsageError, UserError
 from runner.checkpoint.data_position import read_state
 from runner.config.schema import BatchOptions, DataOptions, FramingOptions
 from runner.data import own
@@ -311,6 +312,31 @@ def test_what_are_no_rows_is_refused(rows: Any, code: str, monkeypatch: pytest.M
         read(monkeypatch, rows, 1)
     assert error.value.code == code
     assert "a number" not in error.value.problem
+
+
+@pytest.mark.parametrize(
+    ("failure", "code"),
+    [
+        (KeyError("text"), "data.dataset"),
+        (OSError(errno.EIO, "Input/output error"), "system.io"),
+        (DataError("a.bin", "is short", code="data.unreadable"), "data.unreadable"),
+    ],
+)
+def test_what_the_code_of_a_dataset_raises_is_an_error_of_the_data(
+    failure: Exception, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def __init__(self, request: Any) -> None: ...
+
+        def read(self, before: Any) -> Iterator[tuple[Any, Any]]:
+            raise failure
+
+    monkeypatch.setattr(own, "load_entry_point", lambda *names: Failing)
+    data = DataOptions(sources=("x",), dataset="own")
+    batches = read_dataset(data, OWN_BATCH, None, WHOLE_BATCH, None, SharedCounts(None), folder=Path(), vocab_size=50)
+    with pytest.raises(UserError) as error:
+        next(batches)
+    assert error.value.code == code
 
 
 def test_labels_and_documents_of_a_batch_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

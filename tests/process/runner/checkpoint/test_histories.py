@@ -39,7 +39,7 @@ def replace_later(source, target):
 os.replace = replace_later
 main()
 """
-# Rows for one step; of the second, one of two ranks has rows without tokens.
+# Rows for one step; the second fails, or one of two ranks has rows without tokens.
 ONE_STEP = """
 class OneStep:
     def __init__(self, request):
@@ -48,6 +48,8 @@ class OneStep:
     def read(self, state):
         rows = self.request.num_rows * [{"input_ids": [1, 2]}]
         yield rows, 1
+        if self.request.sources == ("fails",):
+            raise KeyError("text")
         if self.request.num_ranks > 1:
             yield self.request.num_rows * [{}] if self.request.rank else rows, 2
 """
@@ -185,10 +187,16 @@ def test_checkpoint_that_is_being_saved_is_finished_although_the_evaluation_fail
 
 
 @pytest.mark.parametrize(
-    "ends", [[(3, ["data.dataset"])], [(5, ["rank.lost"]), (3, ["data.bad-row"])]], ids=["all ranks", "one rank"]
+    ("source", "ends"),
+    [
+        ("ends", [(3, ["data.dataset"])]),
+        ("fails", [(3, ["data.dataset"])]),
+        ("differs", [(5, ["rank.lost"]), (3, ["data.bad-row"])]),
+    ],
+    ids=["all ranks", "code of a package", "one rank"],
 )
 def test_checkpoint_that_is_being_saved_is_finished_although_a_dataset_fails(
-    ends: list[tuple[int, list[str]]], packed: Path, tmp_path: Path
+    source: str, ends: list[tuple[int, list[str]]], packed: Path, tmp_path: Path
 ) -> None:
     script, history, info = tmp_path / "slow.py", tmp_path / "history", tmp_path / "own-1.0.dist-info"
     script.write_text(SLOW_DISK)
@@ -196,7 +204,7 @@ def test_checkpoint_that_is_being_saved_is_finished_although_a_dataset_fails(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[runner.data]\none-step = one_step:OneStep\n")
-    data = ("--data", "none", "--data-class", "one-step", "--seq-len", "16", "--dp-replicate", str(len(ends)))
+    data = ("--data", source, "--data-class", "one-step", "--seq-len", "16", "--dp-replicate", str(len(ends)))
     saving = ("--checkpoint", history, "--checkpoint-every", "1", "--steps", "2", "--log-dir", tmp_path / "log")
     with started(len(ends), str(script), packed / "manifest.json", *data, *saving, "--no-self-check") as ranks:
         codes = [rank.wait(60) for rank in ranks]
