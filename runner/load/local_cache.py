@@ -38,6 +38,7 @@ from stores.open import ReadManifest
 
 logger = logging.getLogger("runner")
 Origin = Literal["node", "store"]
+Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 _ROUND_NBYTES = 16 << 20  # of a broadcast; one more byte says whether the sender could read them
 
 
@@ -162,47 +163,62 @@ class LocalCache:
             return self._report([shard for shard in assigned if self._ensure(shard, partial(self._timer.beat, stop))])
 
     def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
-        """Send and receive shards. Every rank calls this, and all raise if one fails.
-
-        The ranks of a transfer agree before it that none has failed: nobody waits for one that has.
-        """
-        shards, failure = {shard.path: shard for shard in self._assigned}, None
+        """Send and receive shards. Every rank calls this, and all raise if one fails."""
         own_transfers = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
-        groups, peer_nbytes, read_nbytes = open_groups(own_transfers, self._folder.limit_s), 0, 0
-        for transfer in own_transfers:
-            try:
-                with raise_on_all_ranks("stage to local", groups[transfer.ranks]):
-                    if failure is not None:
-                        raise failure
-                shard, group = shards[transfer.path], groups[transfer.ranks]
-                if transfer.sender == self._world.rank:
-                    send(self._folder.path / shard.path, shard, group)
-                elif (origin := self._receive(shard, transfer, group)) is not None:
-                    peer_nbytes += shard.nbytes if origin == "node" else 0
-                    read_nbytes += shard.nbytes if origin == "store" else 0
-            except Exception as error:
-                failure = failure or error
+        nbytes = {shard.path: shard.nbytes for shard in self._origin.manifest.shards}
+        num_rounds = sum(nbytes[transfer.path] // _ROUND_NBYTES + 1 for transfer in transfers)
+        # Others of a group may be at other transfers for longer than the timeout: for a second a round, at most.
+        groups = open_groups(own_transfers, self._folder.limit_s + num_rounds)
+        work = partial(self._transfer_own, own_transfers, groups, report)
+        report, failure = in_rounds("stage to local", work, timer=self._timer)
         for group in groups.values():
             dist.destroy_process_group(group)
         with raise_on_all_ranks("stage to local"):
             if failure is not None:
                 raise failure
-        return replace(
+        return report
+
+    def _transfer_own(
+        self, transfers: Sequence[Transfer], groups: Groups, report: CacheReport, _: threading.Event
+    ) -> tuple[CacheReport, Exception | None]:
+        """Take part in this rank's transfers, and return the first failure.
+
+        The ranks of a transfer agree before it that none has failed: nobody waits for one that has.
+        """
+        shards, failure = {shard.path: shard for shard in self._assigned}, None
+        peer_nbytes = read_nbytes = 0
+        for transfer in transfers:
+            try:
+                with raise_on_all_ranks("stage to local", groups[transfer.ranks]):
+                    if failure is not None:
+                        raise failure
+                shard, group = shards[transfer.path], groups[transfer.ranks]
+                with self._timer.working():
+                    if transfer.sender == self._world.rank:
+                        send(self._folder.path / shard.path, shard, group, self._timer.beat)
+                    elif (origin := self._receive(shard, transfer, group)) is not None:
+                        peer_nbytes += shard.nbytes if origin == "node" else 0
+                        read_nbytes += shard.nbytes if origin == "store" else 0
+            except Exception as error:
+                failure = failure or error
+        report = replace(
             report,
             nbytes=report.nbytes + peer_nbytes + read_nbytes,
             reused_nbytes=report.reused_nbytes - peer_nbytes - read_nbytes,
             peer_nbytes=peer_nbytes,
         )
+        return report, failure
 
     def _receive(self, shard: Shard, transfer: Transfer, group: dist.ProcessGroup) -> Origin | None:
         """Cache a shard that another rank sends; return where it came from; None: another process has cached it."""
-        file = ReceivedFile(path=shard.path, nbytes=shard.nbytes, sender=transfer.sender, group=group)
+        beat = self._timer.beat
+        file = ReceivedFile(path=shard.path, nbytes=shard.nbytes, sender=transfer.sender, group=group, beat=beat)
         try:
-            return "node" if self._folder.ensure(file, shard) else None
+            return "node" if self._folder.ensure(file, shard, beat) else None
         except ShardError as error:  # damaged on the other node's disk, or on the way
             file.finish()
             logger.info("[rank %d] %s; reading it from %s", self._world.rank, error, self._origin.root)
-            return "store" if self._ensure(shard) else None
+            return "store" if self._ensure(shard, beat) else None
         finally:
             file.finish()
 
@@ -226,7 +242,7 @@ class LocalCache:
             copy_s=0.0,
         )
 
-    def _ensure(self, shard: Shard, beat: Callable[[], None] = lambda: None) -> bool:
+    def _ensure(self, shard: Shard, beat: Callable[[], None]) -> bool:
         return self._folder.ensure(self._origin.root.file(shard.path), shard, beat)
 
     def _log(self, report: CacheReport) -> None:
@@ -286,7 +302,7 @@ def plan_transfers(wanted: Mapping[int, Sequence[Wanted]]) -> tuple[Transfer, ..
     return tuple(transfers)
 
 
-def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
+def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> Groups:
     """Open a gloo group for each set of ranks of this rank's transfers, by the set. Only their ranks take part."""
     sets = sorted({transfer.ranks for transfer in transfers})  # in one order on all ranks: sets overlap
     timeout = timedelta(seconds=timeout_s)
@@ -295,7 +311,7 @@ def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> dict[tuple[i
     }
 
 
-def send(path: Path, shard: Shard, group: dist.ProcessGroup) -> None:
+def send(path: Path, shard: Shard, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:
     """Broadcast a cached shard to the other ranks of a group, in rounds of bounded size.
 
     Raises:
@@ -307,6 +323,7 @@ def send(path: Path, shard: Shard, group: dist.ProcessGroup) -> None:
         failure = _read_round(path, begin, buffer.numpy().data[:count])
         buffer[count] = failure is None
         dist.broadcast(buffer[: count + 1], src=dist.get_rank(), group=group)
+        beat()
         if failure is not None:
             raise UnreachableError(str(path), f"cannot be read: {failure}", code="store.unreadable") from failure
 
@@ -333,6 +350,7 @@ class ReceivedFile:
     nbytes: int
     sender: int
     group: dist.ProcessGroup
+    beat: Callable[[], None]
     fingerprint: str = ""
     _rounds: list[tuple[int, memoryview]] = field(default_factory=list)  # those that may still be read
     _received_nbytes: int = 0
@@ -366,6 +384,7 @@ class ReceivedFile:
         begin, count = self._received_nbytes, min(_ROUND_NBYTES, self.nbytes - self._received_nbytes)
         buffer = torch.empty(count + 1, dtype=torch.uint8)
         dist.broadcast(buffer, src=self.sender, group=self.group)
+        self.beat()
         self._received_nbytes += count
         if not buffer[count]:
             self._received_nbytes = self.nbytes

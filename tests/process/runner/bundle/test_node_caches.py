@@ -80,6 +80,15 @@ def test_node_that_fails_ends_the_load_on_all(case: str, code: str, packed: Path
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_node_waits_for_others_that_are_at_transfers_of_their_own(packed: Path, tmp_path: Path) -> None:
+    """A shard has 8 rounds, each of which takes a sixth of the timeout."""
+    shards, (*_, last) = shards_of(packed), open_manifest(packed).manifest.stages
+    reports = cache_on_nodes(packed, tmp_path, "busy")
+    assert [report.get("code") for report in reports] == [None] * NUM_NODES
+    assert [cached_on(tmp_path, "busy", node) for node in (0, 1)] == [shards] * 2
+    assert cached_on(tmp_path, "busy", 2).keys() == {shard.path for shard in last.shards}
+
+
 # Nodes that have copies of their own: ranks never train on two models, or evaluate on two texts.
 
 
