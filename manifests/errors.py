@@ -242,6 +242,14 @@ def system_errors(
         raise refused_by_system(str(place), error, problem, hint, code=code) from error
 
 
+def without_thread(error: BaseException) -> UnreachableError | None:
+    """Return the error to report if this one means that no thread can be started; otherwise None."""
+    if not isinstance(error, RuntimeError) or "can't start new thread" not in str(error):
+        return None
+    problem, hint = "no thread can be started", "system resource limit reached; check ulimit -u and free memory"
+    return UnreachableError("", problem, hint, code="system.refused")
+
+
 def error_json(error: UserError) -> str:
     """Return the JSON object that `--json` prints for a failure."""
     import json  # not above: every command imports this module, and few print an error

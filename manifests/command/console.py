@@ -19,7 +19,15 @@ from itertools import pairwise
 from typing import Any
 
 from manifests.command.signals import INTERRUPTED
-from manifests.errors import InputError, UsageError, UserError, error_json, naming_flags, refused_by_system
+from manifests.errors import (
+    InputError,
+    UsageError,
+    UserError,
+    error_json,
+    naming_flags,
+    refused_by_system,
+    without_thread,
+)
 
 STDOUT = "standard output"
 _TRAINING_FLAGS = (
@@ -83,6 +91,10 @@ def run_command(act: Callable[[], int], *, is_json: bool) -> None:
             code = print_error(InputError(str(error.filename), problem, code="system.refused"), is_json=is_json)
         elif _unwritable() is None:
             raise
+    except RuntimeError as error:
+        if (refusal := without_thread(error)) is None:
+            raise
+        code = print_error(refusal, is_json=is_json)
     if code := _finish(code):
         sys.exit(code)
 

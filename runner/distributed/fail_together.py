@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from manifests.command.sizes import show_bytes
-from manifests.errors import InputError, RankError, UnreachableError, UserError, refused_by_system
+from manifests.errors import InputError, RankError, UnreachableError, UserError, refused_by_system, without_thread
 from runner.rundir.exit_report import code_of, rank_label
 
 T = TypeVar("T")
@@ -164,11 +164,11 @@ def exhausted(error: BaseException) -> ExhaustedError | None:
 
 
 def unreachable(error: BaseException) -> InputError | None:
-    """Return the error to report if this one means a failed disk, mount or network; otherwise None."""
+    """Return the error to report if this one means a failed disk, mount or network, or no more threads; or None."""
     if isinstance(error, OSError) and error.errno is not None:
         refusal = refused_by_system(str(error.filename or ""), error, "cannot be read or written", code="system.io")
         return refusal if isinstance(refusal, UnreachableError) else None
-    return None
+    return without_thread(error)
 
 
 def unforeseen(error: BaseException, where: str, problem: str) -> UserError:

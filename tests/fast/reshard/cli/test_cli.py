@@ -115,6 +115,15 @@ def test_path_that_the_system_refuses_is_bad_input(capsys: pytest.CaptureFixture
     assert (ended.value.code, error["code"], error["where"]) == (3, "system.refused", name)
 
 
+def test_thread_that_the_system_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse() -> int:
+        raise RuntimeError("can't start new thread")  # Source: Modules/_threadmodule.c
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(refuse, is_json=True)
+    assert (ended.value.code, json.loads(capsys.readouterr().out)["error"]["code"]) == (3, "system.refused")
+
+
 @pytest.mark.parametrize("verb", ["pack", "export", "plan"])
 def test_help_has_every_flag_in_one_group_and_a_dozen_first(verb: str) -> None:
     command = cli.get_command(None, verb)

@@ -299,6 +299,13 @@ def test_disk_that_fails_ends_a_job_as_a_lost_rank_does_and_a_file_that_is_not_t
     assert ((found.where, found.hint) if found else None) == (("shard", said.hint) if code == 5 else None)
 
 
+def test_thread_that_cannot_be_started_ends_a_job_as_a_lost_rank_does() -> None:
+    found = unreachable(RuntimeError("can't start new thread"))
+    assert found is not None
+    assert (found.code, code_of(found)) == ("system.refused", 5)
+    assert unreachable(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+
+
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_disk_that_does_not_take_a_shard_ends_a_job_as_a_lost_rank_does_unless_it_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
