@@ -9,6 +9,7 @@ as it was: see Note [Encoders].
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -46,10 +47,14 @@ from reshard.tensors.lazy import (
 from reshard.transforms.casts import FLOATS, cast_tensor
 from reshard.transforms.quantize import SECTION, find_plain, quantize_weight, scale_of
 from reshard.transforms.terms import Term
-from stores.base import read_file_header, read_whole
+from stores.base import InputFile, check_whole, read_file_header, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.open import open_store
 
+logger = logging.getLogger(__name__)
+
+# Beginnings of the names of a tokenizer's files, and of a chat template's.
+_OF_TOKENIZER = ("tokenizer", "special_tokens_map.", "added_tokens.", "vocab.", "merges.", "spiece.", "chat_template")
 # Experts in one tensor, in the order in which peft wraps their module, and the matrices of an expert in files.
 _FUSED: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -73,6 +78,7 @@ class Adapter:
     bases: Mapping[str, TensorAt]  # of adapted modules, such as the head, which peft saves beside its adapter
     base_digest: str | None  # of the base that our own training used
     base_tensors: Mapping[str, BaseTensor]  # likewise
+    tokenizer: Mapping[str, InputFile]  # its files and those of a chat template, by name
 
 
 def open_adapter(location: str) -> Adapter:
@@ -112,6 +118,7 @@ def open_adapter(location: str) -> Adapter:
         bases=bases,
         base_digest=header.metadata.get(BASE_DIGEST),
         base_tensors=parse_base(header.metadata.get(BASE_TENSORS, "{}"), f"{file}: {BASE_TENSORS}"),
+        tokenizer={name: folder.file(name) for name in names if name.startswith(_OF_TOKENIZER)},
     )
 
 
@@ -131,6 +138,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         if not math.isfinite(weight):
             raise UsageError(Parameter("weights"), f"expected numbers, found {weight}", code="options.invalid-value")
         adapter, touched = open_adapter(location), set[str]()
+        _note_tokenizer(adapter, checkpoint)
         for module in adapter.pairs:
             for fqn, term in _terms(adapter, module, find, checkpoint.shape.architecture):
                 terms.setdefault(fqn, []).append(replace(term, scale=term.scale * weight))
@@ -157,6 +165,19 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         pair = (merged,) if scale is None else quantize_weight(merged, stored, scale, section)
         tensors.update({tensor.name: tensor for tensor in pair})
     return replace(checkpoint, tensors={**tensors, **replaced}, originals=None)
+
+
+def _note_tokenizer(adapter: Adapter, checkpoint: Checkpoint) -> None:
+    """Note files of an adapter's tokenizer that are not the model's: the output has the model's."""
+    present = {item.path: item.file for item in checkpoint.auxiliary}
+    differing = [
+        name
+        for name, file in adapter.tokenizer.items()
+        if name not in present or present[name].nbytes != file.nbytes or check_whole(present[name]) != check_whole(file)
+    ]
+    if differing:
+        text = "note: %s has another %s than the model, whose files are kept: copy those that it was trained with"
+        logger.warning(text, adapter.location, ", ".join(differing))
 
 
 def _terms(

@@ -119,6 +119,26 @@ def test_pack_merges_as_merge_does_and_keeps_digests_of_the_rest(base: Path, tmp
     assert {fqn for fqn in digests[0] if digests[0][fqn] == digests[1][fqn]} == kept
 
 
+def test_tokenizer_of_an_adapter_that_is_not_the_model_s_is_noted(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    for name, text in (("tokenizer.json", "{}"), ("tokenizer_config.json", "{}")):
+        (base / name).write_text(text)
+        (adapter / name).write_text(text)
+    run("merge", base, adapter, "--out", tmp_path / "same")
+    assert caplog.messages == []
+    (adapter / "tokenizer_config.json").write_text("[]")
+    (adapter / "chat_template.jinja").write_text("a template")
+    (adapter / "README.md").write_text("a card")
+    for command in (("merge", base, adapter), ("pack", base, "--layout", "pp=2", "--adapter", adapter)):
+        caplog.clear()
+        run(*command, "--out", tmp_path / command[0])
+        (note,) = caplog.messages
+        assert f"{adapter} has another chat_template.jinja, tokenizer_config.json than" in note
+        assert (tmp_path / command[0] / "tokenizer_config.json").read_text() == "{}"
+
+
 def test_modules_that_were_saved_as_a_whole_replace_those_of_the_model(base: Path, tmp_path: Path) -> None:
     head = float32((40, 16), 7)
     write_adapter(
