@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Sequence, Set, Sized
 from itertools import groupby, islice
 from typing import TYPE_CHECKING, TypeVar
 
+from manifests.errors import Parameter
+
 if TYPE_CHECKING:
     from manifests.schema import Layout, TieGroup
 
@@ -137,6 +139,16 @@ def tie_lines(ties: Sequence[TieGroup]) -> list[str]:
         f"tied: {tie.owner.fqn} (stage {tie.owner.stage}) = "
         + ", ".join(f"{replica.fqn} (stage {replica.stage})" for replica in tie.replicas)
         for tie in ties
+    ]
+
+
+def untied_notes(untied: Iterable[Sequence[str]]) -> list[str]:
+    """Return a note on each group of weights that config.json ties, and that are packed as two."""
+    return [
+        f"note: config.json ties {list_words(group, 'and')}, which are stored with different values: they are packed "
+        f"as two weights, as transformers 5 reads them; {Parameter('drop', [group[-1]])} packs the tied one, as vLLM "
+        "and older transformers read it"
+        for group in untied
     ]
 
 

@@ -13,6 +13,7 @@ from manifests.jsontext import kind_of
 CONFIG_NAME = "config.json"
 CONFIG_DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}  # as in safetensors headers
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers 5 writes the first, 4 the second
+_TIED, _TEXT = "tie_word_embeddings", "text_config"
 
 # What configs call the number of experts that a token goes through.
 _PER_TOKEN = (
@@ -163,6 +164,11 @@ def with_dtype(config: Mapping[str, Any], stored: str) -> dict[str, Any]:
     for key, part in parts.items():  # such as text_config; null is the dtype of the whole
         parts[key] = part | with_dtype({field: value for field, value in part.items() if value is not None}, stored)
     return {**config, **parts, **{key: name for key in _DTYPE_KEYS if key in config}}
+
+
+def says_tied(config: Mapping[str, object]) -> bool:
+    """Return whether a config itself, or its part for text, says that the embedding and the head are one weight."""
+    return any(isinstance(part, Mapping) and part.get(_TIED) is True for part in (config, config.get(_TEXT)))
 
 
 def encode_config(config: Mapping[str, Any]) -> bytes:

@@ -231,6 +231,7 @@ def pack(
       reshard pack ./Llama-3.2-1B --layout pp=2 --out ./Llama-3.2-1B-pp2
       reshard pack ./Llama-3.1-405B --layout pp=16 --out ./405B-pp16 --parts 8 --scheduler slurm --time 1:00:00
     """
+    from reshard.formatting import untied_notes
     from reshard.packing.options import PackOptions
     from reshard.packing.pack import pack as run
     from reshard.report.done import hub_lines, pack_json, pack_text
@@ -246,6 +247,8 @@ def pack(
             division.submit(source, prepared, dry_run=dry_run, as_json=as_json)
             raise click.exceptions.Exit
         options.name_links(prepared.staged.links, quiet)
+        for note in () if quiet else untied_notes(prepared.staged.checkpoint.misread):
+            click.echo(note, err=True)
         if dry_run:
             from reshard.report.plan_summary import plan_json, plan_text
 

@@ -81,6 +81,7 @@ def plan(
     """
     from manifests.schedules.csvtext import write_csv
     from manifests.store import write_file
+    from reshard.formatting import untied_notes
     from reshard.layouts.files import check_layout_file, write_layout
     from reshard.packing.plan import plan as run
     from reshard.report.plan_summary import plan_json, plan_text
@@ -99,16 +100,18 @@ def plan(
         arguments["assumed"] = _as_in_run(arguments["assumed"], times)
     if search["gpus"]:
         result = _search(source, search, times, **arguments)
-        layout = result.best[0].candidate.layout if result.best else None
+        layout, untied = result.best[0].candidate.layout if result.best else None, result.untied
     else:
         _refuse_without_gpus(search)
         planned = run(source, **arguments)
         options.name_links(planned.links, quiet)
         if not quiet:
             _note_other_step(planned.assumed)
-        layout = planned.layout
+        layout, untied = planned.layout, planned.checkpoint.misread
         if write_schedule:
             write_file(write_schedule, write_csv(planned.forecast.assumed.table_for(planned.layout)).encode())
+    for note in () if quiet else untied_notes(untied):
+        click.echo(note, err=True)
     if write and layout:
         write_layout(layout, write)
     if write and not quiet:

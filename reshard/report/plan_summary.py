@@ -110,6 +110,7 @@ def plan_json(planned: PlanResult, traffic: Traffic | None = None) -> dict[str, 
             "stored_dtypes": dtypes_assumed(planned).split(", ") if dtypes_assumed(planned) else None,
         },
         "ties": [asdict(tie) for tie in plan.ties],
+        "untied": [list(group) for group in planned.checkpoint.misread],
         "read_nbytes": traffic.read_nbytes,
         "write_nbytes": traffic.write_nbytes,
     }

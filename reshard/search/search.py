@@ -68,6 +68,7 @@ class SearchResult:
     is_quantized: bool
     has_optimizer_state: bool
     model: Path | None
+    untied: tuple[tuple[str, ...], ...]  # what config.json ties, of different values
 
     @property
     def limit(self) -> int:
@@ -116,7 +117,7 @@ def find_layouts(
         choices=tuple(choices), state_nbytes=costs.state_nbytes(policy), refusals=tuple(space.refusals),
         drop=(*drop, *extra), is_quantized=bool(config.get("quantization_config")),
         has_optimizer_state=checkpoint.trained is not None and checkpoint.trained.optimizer is not None,
-        model=None if model is None else Path(model),
+        model=None if model is None else Path(model), untied=checkpoint.misread,
     )  # fmt: skip
 
 

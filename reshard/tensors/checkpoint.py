@@ -57,6 +57,8 @@ class Checkpoint:
     steps: Mapping[str, int] = field(default_factory=dict)  # of parameters, where it is not `trained.step`
     merges_slices: bool = False  # whether sliced tensors are packed whole
     description: ModelDescription | None = None  # of a model whose architecture does not say its modules
+    untied: tuple[tuple[str, ...], ...] = ()  # what config.json or the class ties, of different values: two weights
+    says_tied: bool = False  # whether config.json of a source itself ties them
 
     __repr__ = brief
 
@@ -69,6 +71,11 @@ class Checkpoint:
     def state(self) -> list[TensorAt]:
         """The tensors of all kinds of optimizer state."""
         return [tensor for kind in self.moments.values() for tensor in kind.values()]
+
+    @property
+    def misread(self) -> tuple[tuple[str, ...], ...]:
+        """The weights that readers which go by config.json take for one."""
+        return self.untied if self.says_tied else ()
 
     @property
     def config_at(self) -> AuxiliaryAt:

@@ -12,7 +12,7 @@ from manifests.index import ADAPTER_NAMES
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, check_readable, is_sized_by_files, model_shape
 from manifests.models.adapters import PEFT_CONFIG
-from manifests.models.config import CONFIG_NAME
+from manifests.models.config import CONFIG_NAME, says_tied
 from manifests.schema import ModelDescription
 from reshard.copy.engine import hash_tensors
 from reshard.copy.runs import ByteCounter
@@ -85,7 +85,7 @@ def _check_model(
         else:
             _report_coverage(folder, weights, shape, findings)
     # What a class ties by default is untied where the values differ, and nobody said otherwise.
-    if shape is not None and (config.get("tie_word_embeddings") or description is not None):
+    if shape is not None and (says_tied(config) or description is not None):
         _report_ties(weights, shape, findings, progress)
     if TOKENIZER_NAME in files:
         _report_vocabulary(folder, weights, findings)

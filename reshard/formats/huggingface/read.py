@@ -13,7 +13,7 @@ from manifests.errors import InputError, ModelError, Parameter, SourceError
 from manifests.index import INDEX_NAME, OTHER_WEIGHTS
 from manifests.models import ModelShape, is_sized_by_files, model_shape
 from manifests.models.adapters import PEFT_CONFIG, merge_hint
-from manifests.models.config import CONFIG_DTYPES, CONFIG_NAME
+from manifests.models.config import CONFIG_DTYPES, CONFIG_NAME, says_tied
 from manifests.paths import problem_with_path
 from manifests.schema import Source
 from manifests.store import newest_below
@@ -84,6 +84,7 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
     tensors = under_fqns(tensors, shape)
     shape = without_absent(shape, tensors)
     check_coverage(tensors, shape, str(folder), frozenset(dropped))
+    by_config = shape.ties
     if description is None:
         shape = _without_unequal_ties(shape, tensors, config)
     weights = set(shards.names)
@@ -104,6 +105,8 @@ def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
             files={name: folder.file(name) for name in shards.names},
         ),
         description=description,
+        untied=tuple(group for group in by_config if group not in shape.ties),
+        says_tied=says_tied(config),
     )
 
 

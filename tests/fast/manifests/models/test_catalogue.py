@@ -111,7 +111,7 @@ def family(folder: Path) -> Any:
 def test_head_that_its_class_ties_by_default_is_tied_where_transformers_ties_it(
     is_copy: bool, of_text: bool | None, tmp_path: Path
 ) -> None:
-    """The files decide where config.json does not, whatever its text_config says."""
+    """The files decide, whatever text_config says, by which vLLM ties: that is reported, and noted."""
     source, model_class = tmp_path / "source", transformers.Mistral3ForConditionalGeneration
     with quiet():
         model = model_class(config_of(model_class.__name__, tie_word_embeddings=False))
@@ -123,8 +123,11 @@ def test_head_that_its_class_ties_by_default_is_tied_where_transformers_ties_it(
     config["text_config"].pop("tie_word_embeddings", None)
     config["text_config"] |= {} if of_text is None else {"tie_word_embeddings": of_text}
     (source / "config.json").write_text(json.dumps(config))
-    run("check", source)
-    out = pack(source, tmp_path / "out")
+    is_misread = bool(of_text) and not is_copy
+    problems = reshard("check", source, "--json").json["problems"]
+    assert [problem["code"] for problem in problems] == ["check.tied-copy"] * is_misread
+    out = tmp_path / "out"
+    assert ("note: " in run("pack", source, "--layout", "pp=2", "--out", out).err) == is_misread
     run("verify", out, "--against", source)
     assert bool(open_manifest(out).manifest.ties) == is_copy
     for folder in (source, out):

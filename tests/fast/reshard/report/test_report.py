@@ -121,6 +121,7 @@ def test_plan_is_the_same_in_a_table_and_in_json(tmp_path: Path, wording: Callab
             "stored_dtypes": None,
         },
         "ties": [{"owner": {"fqn": EMBEDDING, "stage": 0}, "replicas": [{"fqn": HEAD, "stage": 1}]}],
+        "untied": [],
         "read_nbytes": 18208,
         "write_nbytes": 30496,
     }

@@ -123,6 +123,29 @@ def test_tied_copies_that_differ_are_two_weights_unless_one_is_dropped(tmp_path:
     assert {row["fqn"]: row["blake3"] for row in rows}[HEAD] == rows[0]["blake3"]
 
 
+@pytest.mark.parametrize("verb", ["pack", "pack --dry-run", "plan"])
+def test_ties_of_a_config_that_do_not_fit_the_files_are_noted(verb: str, tmp_path: Path) -> None:
+    """Readers that go by the config, such as vLLM, read another model than is packed."""
+    source = write_with_head(tmp_path / "source", random_tensors(llama_config())[HEAD])
+    name, *flags = verb.split()
+    flags += ["--layout", "pp=2"] + (["--out", str(tmp_path / "out")] if name == "pack" else [])
+    again = "--force" if verb == "pack" else "--json"
+    noted = run(name, source, *flags).err
+    assert (noted[:6], noted.count("\n")) == ("note: ", 1)
+    assert all(part in noted for part in (EMBEDDING, HEAD, f"--drop {HEAD} "))
+    assert run(name, source, *flags, again, "--quiet").err == ""
+    assert "note: " not in run(name, source, *flags, again, "--drop", HEAD).err
+
+
+def test_ties_that_do_not_fit_the_files_are_in_the_object_of_a_plan(tmp_path: Path) -> None:
+    source = write_with_head(tmp_path / "source", random_tensors(llama_config())[HEAD])
+    assert run("plan", source, "--layout", "pp=2", "--json").json["untied"] == [[EMBEDDING, HEAD]]
+    searched = run("plan", source, "--gpus", "2", "--gpu-memory", "1GB")
+    assert HEAD in searched.err
+    packed = pack(source, tmp_path / "out")  # of which nothing can be dropped
+    assert run("plan", packed, "--json").json["untied"] == []
+
+
 def test_tied_copies_of_equal_bytes_in_two_dtypes_are_two_weights(tmp_path: Path) -> None:
     embedding = random_tensors(llama_config())[EMBEDDING]
     source = write_with_head(tmp_path / "source", replace(embedding, dtype="F16"), dtype="float32")
