@@ -171,5 +171,12 @@ def says_tied(config: Mapping[str, object]) -> bool:
     return any(isinstance(part, Mapping) and part.get(_TIED) is True for part in (config, config.get(_TEXT)))
 
 
+def without_ties(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of a model whose embedding and head are two weights, for readers that go by the config."""
+    text = config.get(_TEXT)
+    parts = {_TEXT: {**text, _TIED: False}} if isinstance(text, Mapping) else {}
+    return {**config, **parts, _TIED: False}
+
+
 def encode_config(config: Mapping[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

@@ -47,7 +47,7 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights,
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
-from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in
+from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in, with_config
 from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, output_address, place_of
 from stores.base import read_whole
@@ -144,6 +144,8 @@ def export(
     checkpoint = forget_source(checkpoint)
     if to != "hf":
         _check_dtypes(checkpoint)
+        if checkpoint.untied:  # who reads other formats goes by the config
+            checkpoint = with_config(checkpoint, checkpoint.read_config(), "without ties")
     planned = cast_checkpoint(checkpoint, dtype) if to == "hf" else checkpoint
     total = sum(tensor.nbytes for kinds in (planned.tensors, *planned.moments.values()) for tensor in kinds.values())
     write = WriteOptions(io=io, sync=sync, progress=counting(progress, total), parallelism=parallelism or Parallelism())

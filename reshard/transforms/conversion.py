@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from manifests.errors import Parameter, SourceError, UsageError, as_texts, check_choice
 from manifests.models import model_shape
-from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
+from manifests.models.config import CONFIG_NAME, encode_config, with_dtype, without_ties
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
 from reshard.tensors.comparison import check_coverage, stored_in, without_absent
 from reshard.tensors.lazy import DerivedFile, MemoryFile
@@ -92,10 +92,9 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         problem = f"{str(section.get('quant_method'))[:80]!r}: no weight has scales of blocks, which alone are known"
         raise SourceError(f"{config_at.file}: {SECTION}", problem, OTHER_TOOLS, code="source.quantized-dtype")
     plain = {fqn: tensor for fqn, (_, tensor) in tensors.items()}
+    config = without_ties(config) if checkpoint.untied else config
     shape = model_shape(config, str(config_at.file), stored_in(plain, checkpoint.location), checkpoint.description)
     shape = without_absent(shape, tensors)
-    tied, stored = checkpoint.shape.ties, checkpoint.tensors.keys()
-    shape = replace(shape, ties=tuple(group for group in shape.ties if group in tied or not stored >= {*group}))
     check_coverage(plain, shape, checkpoint.location)
     kinds = {old: (tensor.name, tensor.dtype, tensor.shape) for old, tensor in tensors.values()}
     text = encode_config(with_dtype(config, dtype))
@@ -111,6 +110,13 @@ def dequantize(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
         record=_record(checkpoint.record, kinds),
         originals=None,
     )
+
+
+def with_config(checkpoint: Checkpoint, config: Mapping[str, Any], how: str) -> Checkpoint:
+    """Return a checkpoint with another config.json, which says of weights that are not tied that they are not."""
+    item, config = checkpoint.config_at, without_ties(config) if checkpoint.untied else config
+    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} {how}", encode_config(config)))
+    return replace(checkpoint, auxiliary=tuple(new if file is item else file for file in checkpoint.auxiliary))
 
 
 def _record(record: SourceRecord, kinds: Mapping[str, TargetTensor]) -> SourceRecord:

@@ -33,7 +33,7 @@ from manifests.index import INDEX_NAME, replicas_elsewhere
 from manifests.invariants import QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_NAME
 from manifests.jsontext import parse_config, parse_json_object
 from manifests.models import ModelShape
-from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
+from manifests.models.config import CONFIG_NAME, encode_config, says_tied, with_dtype, without_ties
 from manifests.schema import WEIGHTS
 from manifests.store import read_small_file, write_file
 from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
@@ -333,13 +333,16 @@ def _blocks_until(is_cancelled: Callable[[], bool], file: Path) -> Iterator[memo
 
 
 def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:
-    """Return the model's auxiliary files, with the dtype of the chain in its config."""
+    """Return the model's auxiliary files; its config has the dtype of the chain, and ties what the manifest ties."""
     files = {
         file.path: read_small_file(context.root / file.path, file.compared_digest)
         for file in context.manifest.files
         if file.path not in (SOURCE_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)  # of the files that were packed
     }
     config = parse_config(files[CONFIG_NAME], str(context.root / CONFIG_NAME))
-    if (updated := with_dtype(config, dtype)) != config:
+    updated = with_dtype(config, dtype)
+    if says_tied(config) and not context.manifest.ties:
+        updated = without_ties(updated)
+    if updated != config:
         files[CONFIG_NAME] = encode_config(updated)
     return files

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import zip_longest
 
 from manifests.digest import split_digests
 from manifests.errors import ManifestError
 from manifests.index import INDEX_NAME
-from manifests.models.config import CONFIG_NAME, encode_config, with_dtype
+from manifests.models.config import CONFIG_NAME, with_dtype
 from manifests.safetensors import DIGESTS_KEY
 from manifests.versions import without_version
 from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import ExportPlan, publish_export
 from reshard.formats.table import ExportOptions, ExportResult
 from reshard.plans.pack_plan import OutputShard, with_header
-from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import DerivedFile, MemoryFile
 from reshard.tensors.source_index import RecordedShard, index_anew, lay_out_anew, new_header_text
-from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in
+from reshard.transforms.conversion import STORED, ExportDtype, cast_checkpoint, casts_in, with_config
 from stores.base import read_whole
 from stores.bundles import TensorAt
 from stores.open import Address
@@ -114,12 +113,13 @@ def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> bytes 
 
 
 def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
-    """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it."""
+    """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it.
+
+    And its ties, if it has others than the weights.
+    """
     if dtype == "source":
         return checkpoint
-    item, config = checkpoint.config_at, checkpoint.read_config()
+    config = checkpoint.read_config()
     updated = with_dtype(config, STORED[dtype])
-    if updated == config:
-        return checkpoint
-    new = AuxiliaryAt(path=CONFIG_NAME, file=MemoryFile(f"{item.file} for {dtype}", encode_config(updated)))
-    return replace(checkpoint, auxiliary=tuple(new if file is item else file for file in checkpoint.auxiliary))
+    is_same = updated == config and not checkpoint.untied
+    return checkpoint if is_same else with_config(checkpoint, updated, f"for {dtype}")

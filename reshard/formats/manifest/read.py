@@ -47,6 +47,7 @@ class Described:
     read: ReadManifest
     record: SourceRecord
     shape: ModelShape
+    untied: tuple[tuple[str, ...], ...]  # what its config or class ties, and the manifest does not
 
 
 def open_checkpoint(folder: Folder, options: OpenOptions) -> Checkpoint:
@@ -88,10 +89,12 @@ def describe(read: ReadManifest) -> Described:
     description = manifest.model.description
     needs_files = is_sized_by_files(config, str(config_file), description)
     stored_names = record.stored(str(record_file)) if needs_files else None
-    shape = as_packed(model_shape(config, str(config_file), stored_names, description), manifest)
+    by_config = model_shape(config, str(config_file), stored_names, description)
+    shape = as_packed(by_config, manifest)
     check_model(manifest, shape, str(read))
     _check_files(manifest.files, record, str(read))
-    return Described(read=read, record=record, shape=shape)
+    untied = tuple(group for group in by_config.ties if group not in shape.ties)
+    return Described(read=read, record=record, shape=shape, untied=untied)
 
 
 def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
@@ -131,6 +134,7 @@ def open_with_bundles(described: Described, bundles: Bundles) -> Checkpoint:
         moments=moments,
         trained=manifest.training,
         description=manifest.model.description,
+        untied=described.untied,
     )
 
 

@@ -51,7 +51,7 @@ def export(checkpoint: Checkpoint, out: Address, options: ExportOptions) -> Expo
     checkpoint, casts = cast_for_export(checkpoint, options.dtype)
     moments = {kind: owned_tensors(checkpoint, tensors) for kind, tensors in checkpoint.moments.items()}
     checkpoint = replace(checkpoint, tensors=owned_tensors(checkpoint, checkpoint.tensors), moments=moments)
-    config = {**checkpoint.read_config(), "tie_word_embeddings": bool(checkpoint.shape.ties)}
+    config = checkpoint.read_config()
     model = MegatronModel(config, masters, checkpoint.location)
     arguments = arguments_of(config, checkpoint.location) | _training_arguments(checkpoint, config)
     arguments["mtp_num_layers"] = len(model.mtp_layers) or None  # the config may have more than its files

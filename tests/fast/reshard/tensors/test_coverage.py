@@ -146,6 +146,18 @@ def test_ties_that_do_not_fit_the_files_are_in_the_object_of_a_plan(tmp_path: Pa
     assert run("plan", packed, "--json").json["untied"] == []
 
 
+@pytest.mark.parametrize("form", ["hf --dtype bf16", "hf --dtype fp32", "dcp", "deepspeed", "universal", "megatron"])
+def test_config_that_an_export_writes_does_not_tie_two_weights(form: str, tmp_path: Path) -> None:
+    """Readers go by it: ours, too, of the checkpoints of other trainers."""
+    source = write_with_head(tmp_path / "source", random_tensors(llama_config())[HEAD], dtype="bfloat16")
+    packed, out = pack(source, tmp_path / "packed"), tmp_path / "out"
+    run("export", packed, "--to", *form.split(), "--out", out)
+    (config,) = out.rglob("config.json")
+    assert json.loads(config.read_text())["tie_word_embeddings"] is False
+    one, other = (open_manifest(folder).manifest for folder in (packed, pack(out, tmp_path / "again")))
+    assert (other.ties, other.model) == ((), one.model)
+
+
 def test_tied_copies_of_equal_bytes_in_two_dtypes_are_two_weights(tmp_path: Path) -> None:
     embedding = random_tensors(llama_config())[EMBEDDING]
     source = write_with_head(tmp_path / "source", replace(embedding, dtype="F16"), dtype="float32")

@@ -297,6 +297,13 @@ def test_config_names_the_dtype_of_the_dequantized_weights(key: str, flag: str, 
         assert json.loads((folder / "config.json").read_text()) == {**config, key: name}
 
 
+def test_config_of_the_dequantized_weights_does_not_tie_two(tmp_path: Path) -> None:
+    config = {**read_config("tiny-deepseek-v3"), "tie_word_embeddings": True, "quantization_config": fp8(128, 128)}
+    write_quantized(tmp_path / "source", config)  # with a head of other values
+    out = pack(tmp_path / "source", tmp_path / "out", "--dequantize", "bf16")
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
 def test_journal_of_a_pack_is_not_that_of_another_size_of_blocks() -> None:
     weight = TensorAt("a.weight", "F8_E4M3", (6, 6), MemoryFile("shard", bytes(36)), 0, 36)
     scale = TensorAt("a.weight_scale_inv", "F32", (2, 2), MemoryFile("scales", bytes(16)), 0, 16)

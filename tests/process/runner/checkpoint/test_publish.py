@@ -37,7 +37,7 @@ from stores.base import read_in_blocks
 from stores.folders.lock import locking
 from stores.objects.client import ObjectWriter, ObstoreClient
 from stores.objects.output import open_output
-from tests.builders import INDEX, files_in, pack, run, tensors_in
+from tests.builders import INDEX, files_in, llama_config, pack, random_tensors, run, tensors_in, write_model
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
@@ -250,6 +250,18 @@ def test_each_block_that_is_sent_to_a_bucket_is_progress(
         assert [report.failure for report in publisher.reports(wait=True)] == [None]
     assert len(beats) > 10
     assert all(after > before for before, after in pairwise(beats))
+
+
+def test_config_of_a_version_does_not_tie_two_weights(tmp_path: Path) -> None:
+    """vLLM goes by it, and would leave the head of the version behind."""
+    config = llama_config(tie_word_embeddings=True)
+    write_model(tmp_path / "model", config, random_tensors(llama_config()))
+    packed = pack(tmp_path / "model", tmp_path / "packed", "pp=1")
+    with publisher_to(tmp_path / "chain", packed, StallTimer()) as (publisher, weights):
+        publish_filled(publisher, weights, 1)
+        assert [report.failure for report in publisher.reports(wait=True)] == [None]
+    (published,) = (tmp_path / "chain").rglob("config.json")
+    assert json.loads(published.read_text()) == {**config, "tie_word_embeddings": False}
 
 
 def test_run_whose_lock_is_taken_over_publishes_nothing(
