@@ -22,6 +22,7 @@ from manifests.errors import (
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, as_packed, check_model
 from manifests.jsontext import parse_json_object
 from manifests.models import ModelShape, StoredTensors, is_sized_by_files, model_shape
+from manifests.models.config import without_ties
 from manifests.models.trainable import check_trainable
 from manifests.paths import is_file
 from manifests.safetensors import parse_header
@@ -115,10 +116,9 @@ def open_packed(source: Address | ReadManifest, copied_to: Path | None = None) -
         )
     description = manifest.model.description
     stored = _read_stored(folder, manifest) if is_sized_by_files(config, str(path), description) else None
-    by_config = model_shape(config, str(path), stored, description)
-    shape = as_packed(by_config, manifest)
-    if shape.ties != by_config.ties:
-        config = {**config, "tie_word_embeddings": False}
+    shape = as_packed(model_shape(config, str(path), stored, description), manifest)
+    if description is None and not shape.ties:  # models are built of it, or of its text_config
+        config = without_ties(config)
     check_model(manifest, shape, str(folder / MANIFEST_NAME))
     modules = {module for stage in manifest.stages for module in stage.modules}
     shape = shape.without(shape.optional.difference(modules))  # a config may count MTP layers that files lack

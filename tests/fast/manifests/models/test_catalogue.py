@@ -16,7 +16,8 @@ import transformers
 from manifests.errors import UserError
 from manifests.models import ARCHITECTURES, StoredTensors, model_shape
 from manifests.models.catalogue import catalogued, entry_of
-from runner.models import family_for
+from runner.bundle.packed import open_packed
+from runner.models import family_for, family_of
 from stores.open import open_manifest
 from tests.builders import files_in, llama_config, pack, random_tensors, reshard, run, write_model
 from tests.fast.manifests.models.catalogued import DOZEN, config_of, quiet, save_tiny, stored_by
@@ -130,6 +131,7 @@ def test_head_that_its_class_ties_by_default_is_tied_where_transformers_ties_it(
     assert ("note: " in run("pack", source, "--layout", "pp=2", "--out", out).err) == is_misread
     run("verify", out, "--against", source)
     assert bool(open_manifest(out).manifest.ties) == is_copy
+    assert is_copy or family_of(open_packed(out), 16).whole().model.config.tie_word_embeddings is False
     for folder in (source, out):
         with quiet():
             read = model_class.from_pretrained(folder)
