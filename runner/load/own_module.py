@@ -238,7 +238,7 @@ def _once(pieces: Sequence[Piece], packed: Packed) -> list[Piece]:
 
 def _tied(packed: Packed, name: str, other: str) -> ModelError:
     problem = f"the module has one parameter for {name} and {other}, which are two weights here"
-    hint = "build it from the packed config.json, whose weights are not tied"
+    hint = "build it from the packed config.json, with tie_word_embeddings set to false"
     return ModelError(packed.where, problem, hint, code="model.tied-parameter")
 
 

@@ -112,6 +112,7 @@ def test_module_that_ties_what_the_packed_model_does_not_is_refused(
     with pytest.raises(runner.InputError) as refused:
         runner.load_stages(tmp_path / "pp1", 0, module, adapter=adapter)
     assert refused.value.code == "model.tied-parameter"
+    assert "tie_word_embeddings" in refused.value.hint
     assert EMBEDDING in refused.value.problem
     assert HEAD in refused.value.problem
 
