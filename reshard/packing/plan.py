@@ -127,6 +127,8 @@ def plan(
 ) -> PlanResult:
     """Plan the stages of a model and estimate a training step on them, from headers alone.
 
+    Of weights that are tied, and that files store twice, both copies are read: they are two weights if they differ.
+
     `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
     config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a
     manifest keeps its own. `pp` is the number of pipeline ranks, if `layout` does not say it. `drop` lists tensors to

@@ -15,6 +15,7 @@ from manifests.slices import Slice
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.copy.parallelism import Parallelism
 from reshard.plans.pack_plan import without_header
+from reshard.tensors.lazy import STEP_NBYTES, have_equal_bytes
 from reshard.tensors.slices import merge_slices
 from reshard.transforms.casts import cast_tensor
 from stores.base import Range
@@ -27,14 +28,15 @@ VALUES = np.random.default_rng(0).normal(size=(NUM_TENSORS, SIDE, SIDE)).astype(
 
 
 class Server:
-    """A slow server that counts the requests that it answers at a time."""
+    """A slow server that counts the requests that it answers at a time, and the bytes of all."""
 
     def __init__(self) -> None:
-        self.streams, self.num_running, self.most_running = Streams(), 0, 0
+        self.streams, self.num_running, self.most_running, self.nbytes = Streams(), 0, 0, 0
         self.lock = threading.Lock()
 
-    def add(self, change: int) -> None:
+    def add(self, change: int, nbytes: int = 0) -> None:
         with self.lock:
+            self.nbytes += nbytes
             self.num_running += change
             self.most_running = max(self.most_running, self.num_running)
 
@@ -64,7 +66,7 @@ class Remote:
 
     def _fetch(self, into: memoryview, position: int, stop: threading.Event) -> None:
         with self.streams.slot(stop):
-            self.server.add(1)
+            self.server.add(1, len(into))
             time.sleep(0.01)
             into[:] = self.data[position : position + len(into)]
             self.server.add(-1)
@@ -96,3 +98,12 @@ def test_origins_are_read_within_the_streams_of_the_command(is_sliced: bool, num
         values.astype("<f2").tobytes() for values in VALUES
     ]
     assert (server.most_running, parallelism.used.num_streams) == (num_streams, num_streams)
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_of_remote_tensors_that_differ_in_their_first_bytes_no_others_are_read(is_equal: bool) -> None:
+    server, nbytes = Server(), 40 << 20
+    files = Remote(bytes(nbytes), server), Remote(bytes([0, not is_equal]) + bytes(nbytes - 1), server)
+    tensors = [TensorAt("head", "U8", (nbytes,), file, begin, nbytes) for begin, file in enumerate(files)]
+    assert have_equal_bytes(*tensors) == is_equal
+    assert server.nbytes == 2 * STEP_NBYTES + (2 * nbytes if is_equal else 0)
