@@ -50,6 +50,8 @@ class Loss:
         self, logits: torch.Tensor, labels: torch.Tensor, *, num_tokens: int, **fields: torch.Tensor
     ) -> torch.Tensor:
         """Return a microbatch's contribution to the loss; see Note [Counts of a loss]."""
+        if isinstance(self._function, nn.Module):
+            self._function.to(logits.device)  # its package makes it on the CPU; a run may be on GPUs, its self-check is not
         summed, count = self._function(logits, labels, **fields)
         self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
         if torch.is_grad_enabled() and logits.requires_grad and not summed.requires_grad:
@@ -58,11 +60,6 @@ class Loss:
                 raise UsageError("--loss", problem, "compute the sum from logits, with gradients", code="options.loss")
             summed = summed + logits[..., :0].sum()  # 0: all ranks run the backward, with gradients of zero
         return summed / num_tokens
-
-    def to(self, device: torch.device) -> None:
-        """Move the tensors of a loss that is a module."""
-        if isinstance(self._function, nn.Module):
-            self._function.to(device)
 
     def in_float64(self) -> Loss:
         """Return the loss with the tensors of a module in float64."""

@@ -130,8 +130,6 @@ def build_engine(
     table, is_cuda = timetable.planned(batch.num_microbatches), chunks[0].device.type == "cuda"
     clock = Clock(table, mesh.pipeline_rank, options.traced, is_cuda=is_cuda)
     mtp_loss = loss_with_mtp(chunks)
-    if loss is not None:
-        loss.to(chunks[0].device)
     return Engine(
         schedule=build_schedule(timetable, chunks, metadata, batch, mesh.pipeline, mtp_loss or loss),
         loss=loss,
