@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from copy import deepcopy
 from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import torch
@@ -51,7 +50,7 @@ class Loss:
     ) -> torch.Tensor:
         """Return a microbatch's contribution to the loss; see Note [Counts of a loss]."""
         if isinstance(self._function, nn.Module):
-            self._function.to(logits.device)  # its package makes it on the CPU; a run may be on GPUs, its self-check is not
+            self._function.to(logits.device)  # its package makes it on the CPU; the run may be on a GPU
         summed, count = self._function(logits, labels, **fields)
         self._counts.append(torch.as_tensor(count, dtype=torch.float64, device=summed.device).detach())
         if torch.is_grad_enabled() and logits.requires_grad and not summed.requires_grad:
@@ -60,12 +59,6 @@ class Loss:
                 raise UsageError("--loss", problem, "compute the sum from logits, with gradients", code="options.loss")
             summed = summed + logits[..., :0].sum()  # 0: all ranks run the backward, with gradients of zero
         return summed / num_tokens
-
-    def in_float64(self) -> Loss:
-        """Return the loss with the tensors of a module in float64."""
-        if not isinstance(self._function, nn.Module):
-            return self
-        return Loss(deepcopy(self._function).double(), self.form, is_own=self.is_own)
 
     def take_count(self) -> float | torch.Tensor:
         """Return the sum of the counts since the last call, on the device."""
@@ -157,8 +150,9 @@ def _load(name: str) -> Loss:
         problem = f"expected a function, or an object with __call__, found {kind.__name__}"
         raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
     if isinstance(function, nn.Module) and any(weight.requires_grad for weight in function.parameters()):
-        problem = "has parameters, which no optimizer would step and no checkpoint would have"
-        raise UsageError(f"--loss {name}", problem, "make them buffers, or constants", code="options.loss")
+        problem = "has parameters that require gradients, which no optimizer would step and no checkpoint would have"
+        hint = "make them buffers, or call requires_grad_(False)"
+        raise UsageError(f"--loss {name}", problem, hint, code="options.loss")
     parameters = inspect.signature(code).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     try:

@@ -42,6 +42,7 @@ from runner.rundir.records import object_or_empty, read_run_record, versions, wr
 OF_COMBINATION = (
     "model.self-check-failed", "model.no-self-check", "model.no-context-parallelism", "model.no-document-mask",
 )  # fmt: skip
+_OF_DTYPE = ("model.no-self-check", "options.loss")
 _MEMORY = "more stages, --dp-shard and --ac save memory, too"
 _HINTS: Mapping[str, str] = {
     "config.json": f"change the field, or try --layout pp=1; {ANYWAY}, and wrongly",
@@ -61,8 +62,8 @@ def compare(run: Combination, seed: int = 0) -> tuple[Distances | None, str | No
         outcome = run_in_world_of(run.ranks, timeout_of(run), partial(train_tiny, run, dtype, seed), usual=usual)
         with raise_on_all_ranks("self-check"):
             refusal = outcome.refusal if isinstance(outcome, Failure) else None
-            # A whole model that computes in float32 anyway may not run in fp64.
-            if refusal is not None and (refusal.code != "model.no-self-check" or dtype == dtypes[-1]):
+            # A whole model that computes in float32 anyway, or a loss with tensors of its own, may not run in fp64.
+            if refusal is not None and (refusal.code not in _OF_DTYPE or dtype == dtypes[-1]):
                 raise refusal
         outcomes = from_all_ranks(outcome)
         failures = [(rank, result) for rank, result in enumerate(outcomes) if isinstance(result, Failure)]

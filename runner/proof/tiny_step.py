@@ -151,8 +151,6 @@ class Distances:
 def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distances:
     """Take a step of a tiny model on the ranks of this world, which all call this, and compare it with one process."""
     wide = float32_as_float64() if dtype == "fp64" else nullcontext()
-    if dtype == "fp64" and run.loss is not None:
-        run = replace(run, loss=run.loss.in_float64())
     degrees, timeout = run.tiny_degrees, timeout_of(run)
     with torch.random.fork_rng(devices=()), _without_schedules(), wide, _registrations_restored(degrees):
         options = replace(run.options, timeout_s=int(timeout.total_seconds()), balance=run.balance)

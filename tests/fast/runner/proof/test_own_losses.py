@@ -70,6 +70,21 @@ class Weighted(nn.Module):
         return summed, (labels != IGNORED).sum()
 
 
+def test_loss_with_a_float32_tensor_is_compared_in_float32() -> None:
+    run = combination("LlamaForCausalLM")
+    weight = torch.linspace(0.5, 1.5, tiny_of(run.family).vocab_size)
+
+    def weighted(logits: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = logits.flatten(0, 1).float()
+        summed = cross_entropy(logits, labels.flatten(), weight, reduction="sum", ignore_index=IGNORED)
+        return summed, (labels != IGNORED).sum()
+
+    distances, problem = compare(replace(run, loss=Loss(weighted, RowForm(), is_own=True)))
+    assert problem is None
+    assert distances is not None
+    assert distances.dtype == "fp32"
+
+
 @pytest.mark.parametrize("dtypes", [(), ("--dtype", "bf16", "--master-dtype", "fp32")])
 def test_loss_with_a_buffer_passes_and_is_moved_to_the_device_of_the_logits(dtypes: tuple[str, ...]) -> None:
     run = combination("LlamaForCausalLM", 1, *dtypes)
