@@ -207,14 +207,15 @@ def run_loss(loss: Loss, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
 
 def check_gradients(loss: Loss | None, gradients: Iterable[torch.Tensor]) -> None:
     """Check that a loss of another package has gradients by which a step can be compared."""
-    largest = max(map(largest_of, gradients))
-    if loss is not None and loss.is_own and not 0 < largest < math.inf:
+    if loss is None or not loss.is_own:
+        return
+    if not 0 < (largest := max(map(largest_of, gradients))) < math.inf:
         kind = "gradients that are not finite" if largest else "no gradient but 0"
         raise _wrong_loss(f"has {kind} in the self-check, of whose random tokens and fields it may count none")
 
 
 def _wrong_loss(problem: str) -> UsageError:
-    hint = "fix the loss, which docs/own-data.md describes; if it is of other tokens or GPUs alone, use --no-self-check"
+    hint = "fix it, see docs/own-data.md; one that counts none of these tokens or needs a GPU requires --no-self-check"
     return UsageError("--loss", problem, hint, code="options.loss")
 
 

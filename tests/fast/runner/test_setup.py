@@ -28,6 +28,8 @@ from runner.config.flags import parse_training
 from runner.distributed.world import World
 from runner.load import stored
 from runner.load.load import Reading, plan_reads, read_all, read_planned
+from runner.pipeline import losses
+from runner.proof.combination import Combination
 from runner.rundir.exit_report import code_of
 from runner.setup import Ready, begin
 from runner.tensors.local_shard import whole_pieces
@@ -51,8 +53,8 @@ def packed(tmp_path: Path) -> Path:
     return pack(tmp_path / "model", tmp_path / "packed", "pp=1")
 
 
-def start(packed: Path, *origins: Path, flags: tuple[str, ...] = ()) -> Ready:
-    options = parse_training(["--data", "synthetic", "--log-dir", str(packed.parent / "log"), *flags])
+def start(packed: Path, *origins: Path, flags: tuple[str, ...] = (), data: str = "synthetic") -> Ready:
+    options = parse_training(["--data", data, "--log-dir", str(packed.parent / "log"), *flags])
     found, world = tuple(map(Origin, origins or (packed,))), World(rank=0, local_rank=0, size=1)
     return begin(open_packed(open_manifest(packed)), found, options, world, torch.device("cpu"))
 
@@ -103,6 +105,17 @@ def test_proof_is_kept_only_with_optimizers_that_are_torchs(
     monkeypatch.setattr(setup, "prove_once", lambda *args, **kwargs: checks.append(kwargs))
     start(packed, flags=("--optimizer", optimizer))
     assert checks == [{"is_kept": is_kept}]
+
+
+@pytest.mark.parametrize(("flags", "is_compared"), [((), True), (("--no-self-check",), False)])
+def test_documents_are_always_checked_and_a_loss_of_another_package_is_not(
+    flags: tuple[str, ...], is_compared: bool, packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = list[Combination]()
+    monkeypatch.setattr(losses, "load_entry_point", lambda *names: lambda logits, labels: (logits.sum(), 1))
+    monkeypatch.setattr(setup, "prove_once", lambda run, *args, **kwargs: runs.append(run))
+    start(packed, flags=("--document-mask", "--loss", "own", *flags), data="text.jsonl")
+    assert [(run.has_documents, run.loss is not None) for run in runs] == [(True, is_compared)]
 
 
 def test_reading_that_is_stopped_reads_nothing_more(packed: Path) -> None:
