@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,8 +62,17 @@ def reload_problem(
     is_elsewhere = len({*from_all_ranks(socket.gethostname())}) > 1
     place = run.options.log_dir if is_elsewhere else None
     is_rank_0 = dist.get_rank() == 0
-    with TemporaryDirectory(prefix=".self-check-", dir=place) if is_rank_0 else nullcontext() as made:
-        folder = Path(from_rank_0(made) or "") / "step-1"
+    temporary: AbstractContextManager[str | None] = nullcontext()
+    if is_rank_0:
+        try:
+            temporary = TemporaryDirectory(prefix=".self-check-", dir=place)
+        except OSError as error:  # the machine's fault, as in _UNSAVED
+            logger.info("self-check: no checkpoint could be tried: %s", error)
+    with temporary as path:
+        root = from_rank_0(path)
+        if root is None:
+            return None
+        folder = Path(root) / "step-1"
         context = SaveContext(manifest=_manifest(run), root=folder, parents=(), num_writers=mesh.num_writers)
         state = held_state(chunks, run.stages.ties, engine.ties, engine.optimizer, mesh.owns)
         try:
