@@ -153,14 +153,14 @@ class Reference:
         expected = self.gradients[gradient.fqn][gradient.part.index]
         return largest_of(gradient.memory - expected) / self.scales[gradient.fqn]
 
-    def weight_distance(self, weight: Piece) -> float:
-        """Return how much a weight differs after the step, see Note [Limits of a proof]."""
+    def weight_distance(self, weight: Piece, allowed: float) -> float:
+        """Return how much a weight differs, whose gradient may differ by `allowed`; see Note [Limits of a proof]."""
         fqn, index = weight.fqn, weight.part.index
         if fqn not in self.stepped:
             return 0.0
         difference = weight.memory - self.stepped[fqn][index]
         if fqn in self.scale_free:
-            least = _LEAST_ELEMENT * max(map(largest_of, self.gradients.values()))
+            least = max(_LEAST_ELEMENT * max(map(largest_of, self.gradients.values())), allowed * self.scales[fqn])
             is_rounding = self.gradients[fqn][index].abs() <= least
             difference = torch.where(is_rounding, (difference.abs() - self.scale_free[fqn]).relu(), difference)
         if fqn not in self.coarse:

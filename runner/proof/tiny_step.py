@@ -7,9 +7,10 @@ most 1e-3 (a token between two experts may choose another one, which changes all
 least 2e-5: all gradients are clipped by it. The loss may differ by 1e-5. A weight after the step may differ by 1e-3 of
 the learning rate: epsilon is a tenth of the largest gradient. Adafactor and others have no such epsilon, and may step
 an element of gradient 0, such as of a bias of keys, by what rounding leaves: where it is below 1e-6 of the largest
-gradient, a weight may differ by a tenth of the learning rate, and with classes by their dotted names, which may step by
-the sign, by twice the rate. Muon's updates, in bfloat16, may differ by half of their root mean square, and in fp64 by
-5e-8: right ones of the catalogue differed by up to 0.33 in fp32, those of halves of a matrix by 0.67 and more.
+gradient, or below what it may differ by, a weight may differ by a tenth of the learning rate, and with classes by their
+dotted names, which may step by the sign, by twice the rate. Muon's updates, in bfloat16, may differ by half of their
+root mean square, and in fp64 by 5e-8: right ones of the catalogue differed by up to 0.33 in fp32, those of halves of a
+matrix by 0.67 and more.
 
 # Note [Float32 as float64]
 Norms, routers, rotary embeddings and softmaxes cast to float32 whatever the dtype of the model is. In a model of
@@ -192,7 +193,8 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         loss = report.loss + options.loss.mtp_weight * (report.mtp_loss or 0.0)
         if report.experts is not None:
             loss += run.balance.aux_loss * (report.experts.aux_loss or 0.0)
-        weights = _weight_distances(chunks, reference)
+        allowed = {fqn: _allowed(dtype, rounding, _LEAST_ALLOWED) for fqn, rounding in reference.rounding.items()}
+        weights = _weight_distances(chunks, reference, allowed)
         gradients = _gradient_distances(engine, chunks, reference)
         evaluation, count = eval_counted(engine, rank_rows)
         evaluation *= rank_rows.num_tokens / count if count else 1.0
@@ -204,7 +206,7 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             evaluation=abs(evaluation - reference.evaluation) / abs(reference.evaluation),
             gradients=gradients,
             weights=weights,
-            allowed={fqn: _allowed(dtype, rounding, _LEAST_ALLOWED) for fqn, rounding in reference.rounding.items()},
+            allowed=allowed,
             allowed_norm=_allowed(dtype, reference.norm_rounding, LIMITS["fp32"]["norm"]),
             missing=tuple(sorted(reference.gradients.keys() - present)),
         )
@@ -283,11 +285,13 @@ def _gradient_distances(engine: Engine, chunks: Sequence[StageChunk], reference:
     return farthest((piece.fqn, reference.distance(piece)) for piece in pieces)
 
 
-def _weight_distances(chunks: Sequence[StageChunk], reference: Reference) -> dict[str, float]:
+def _weight_distances(
+    chunks: Sequence[StageChunk], reference: Reference, allowed: Mapping[str, float]
+) -> dict[str, float]:
     """Return by how much masters, what stages compute with, and buffers differ after the step."""
     pieces = [piece for chunk in chunks for piece in (*hf_pieces(chunk, master_of), *hf_pieces(chunk))]
     pieces += [piece for chunk in chunks for piece in hf_constants(chunk) if piece.memory.is_floating_point()]
-    return farthest((piece.fqn, reference.weight_distance(piece)) for piece in pieces)
+    return farthest((piece.fqn, reference.weight_distance(piece, allowed.get(piece.fqn, 0.0))) for piece in pieces)
 
 
 def farthest(distances: Iterable[tuple[str, float]]) -> dict[str, float]:
