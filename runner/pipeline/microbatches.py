@@ -67,6 +67,8 @@ def evaluating(chunks: Sequence[nn.Module]) -> Iterator[None]:
         for module, is_training in modes.items():  # parents first, as they change the modes of their children
             if module.training != is_training:
                 module.train(is_training)
+        for module, is_training in modes.items():
+            module.training = is_training  # of a child that several parents share
 
 
 def total(losses: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -151,6 +151,16 @@ def test_modules_act_on_the_mode_that_they_return_to_after_an_evaluation() -> No
     assert frozen.is_merged
 
 
+def test_module_that_several_parents_share_returns_to_its_own_mode_after_an_evaluation() -> None:
+    shared = nn.Linear(1, 1)
+    frozen = nn.Sequential(shared).eval()
+    shared.train()
+    with evaluating([nn.Sequential(shared, frozen)]):
+        assert not shared.training
+    assert shared.training
+    assert not frozen.training
+
+
 # What a loss of another package may ask of a run, and return.
 
 
