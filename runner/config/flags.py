@@ -20,7 +20,7 @@ from manifests.models.adapters import ALL_LINEAR
 from manifests.models.training import HostMemory
 from manifests.schedules.rules import SCHEDULES
 from runner.config.declared import LocalPath, WholeNumber, build, flag, group, parameters_of
-from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, read_lora
+from runner.config.lora import WITH_RANK, LoraOptions, check_adapters, check_dropout, read_lora
 from runner.config.loss import BalanceOptions, LossOptions
 from runner.config.parallel_dims import DegreeOptions
 from runner.config.schema import (
@@ -311,7 +311,10 @@ training_command = _GroupedCommand(
 def _options(values: Mapping[str, Any]) -> TrainOptions:
     _check_together(values)
     options = replace(build(TrainOptions, _with_defaults(values)), values=dict(values))
-    return options if options.adapter is None else replace(options, lora=read_lora(options.adapter))
+    options = options if options.adapter is None else replace(options, lora=read_lora(options.adapter))
+    if options.degrees.tensor > 1:
+        check_dropout(options.lora, options.adapter)
+    return options
 
 
 def _with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

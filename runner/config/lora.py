@@ -90,6 +90,18 @@ def check_adapters(values: Mapping[str, Any]) -> None:
             raise UsageError(f"--{name.replace('_', '-')}", problem, hint, code="options.conflict")
 
 
+def check_dropout(lora: LoraOptions | None, folder: Path | None) -> None:
+    """Refuse dropout of adapters on tensor-parallel ranks. `folder`: the one that they are read from."""
+    if lora is None or not lora.dropout:
+        return
+    where, what, hint = "--lora-dropout", "", "remove --tp, or start a new run without --lora-dropout"
+    if folder is not None:
+        where, what = f"--lora-from {folder}", f"lora_dropout of {PEFT_CONFIG} "
+        hint = f"remove --tp, or start a new run with a lora_dropout of 0 in {PEFT_CONFIG}"
+    problem = "conflicts with --tp, whose ranks would draw the same random numbers for different parts of a matrix"
+    raise UsageError(where, what + problem, hint, code="options.conflict")
+
+
 def read_lora(folder: Path) -> LoraOptions:
     """Return the options of a run that trains the adapters of a PEFT folder."""
     path = folder / PEFT_CONFIG

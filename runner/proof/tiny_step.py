@@ -33,8 +33,7 @@ import torch
 from torch import autograd
 from torch.overrides import TorchFunctionMode
 
-from manifests.errors import ModelError, UsageError, UserError
-from manifests.models.adapters import PEFT_CONFIG
+from manifests.errors import ModelError
 from runner.config.parallel_dims import ParallelDims
 from runner.config.trained import trained_by
 from runner.data.sequences import Batch, rows_of
@@ -176,7 +175,13 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
         reference = from_rank_0(reference)
         assert reference is not None
         if degrees.tensor > 1 and not reference.is_training:
-            raise dropout_error(run)
+            raise ModelError(
+                "--tp",
+                f"{run.family.architecture} with these fields draws random numbers in training, such as those of "
+                "dropout, which tensor-parallel ranks would draw alike for different heads",
+                "remove --tp",
+                code="model.self-check-failed",
+            )
         if degrees.context > 1:
             split_rows(family, mesh, options.degrees.context_method)
         options = replace(options, compute=run.compute(dtype), optim=reference.optim)
@@ -211,24 +216,6 @@ def train_tiny(run: Combination, dtype: Dtype, seed: int, rank: int) -> Distance
             missing=tuple(sorted(reference.gradients.keys() - present)),
         )
     return replace(distances, reloaded=reload_problem(run, chunks, engine, mesh, reference))
-
-
-def dropout_error(run: Combination) -> UserError:
-    """Return the error of a tensor-parallel run that draws random numbers in training."""
-    lora, folder = run.options.lora, run.options.adapter
-    if lora is not None and lora.dropout:
-        problem = "conflicts with --tp, whose ranks would draw the same random numbers for different parts of a matrix"
-        if folder is None:
-            return UsageError("--lora-dropout", problem, "leave it out, or remove --tp", code="options.conflict")
-        where, hint = f"--lora-from {folder}", f"set lora_dropout of its {PEFT_CONFIG} to 0, or remove --tp"
-        return UsageError(where, f"lora_dropout of {PEFT_CONFIG} {problem}", hint, code="options.conflict")
-    return ModelError(
-        "--tp",
-        f"{run.family.architecture} with these fields draws random numbers in training, such as those of dropout, "
-        "which tensor-parallel ranks would draw alike for different heads",
-        "remove --tp",
-        code="model.self-check-failed",
-    )
 
 
 def _parts_of(batch: Batch, microbatch: int, degrees: ParallelDims) -> tuple[torch.Tensor, ...]:

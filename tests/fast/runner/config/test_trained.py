@@ -89,6 +89,7 @@ def test_run_with_adapters_trains_them_alone() -> None:
     [
         (["--lora-rank", "4", "--train-only", "x"], "--train-only", "options.conflict"),
         (["--lora-rank", "4", "--lora-experts", "--lora-dropout", "0.1"], "--lora-dropout", "options.conflict"),
+        (["--lora-rank", "4", "--lora-dropout", "0.1", "--tp", "2"], "--lora-dropout", "options.conflict"),
         (["--lora-rank", "4", "--lora-target", "*"], "--lora-target *", "options.invalid-value"),
         (["--train-only", "("], "--train-only (", "options.invalid-value"),
         (["--train-only", "nothing"], "--train-only nothing", "options.trains-nothing"),
@@ -138,6 +139,15 @@ def test_training_starts_with_no_folder_that_has_more(tmp_path: Path, field: str
     with pytest.raises(UserError) as error:
         parse_training([*BASE, "--lora-from", str(tmp_path)])
     assert error.value.code == "source.adapter-kind"
+
+
+def test_dropout_of_a_folder_is_refused_with_tensor_parallelism(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**PEFT, "lora_dropout": 0.1}))
+    flags = [*BASE, "--lora-from", str(tmp_path)]
+    assert parse_training(flags).lora is not None
+    with pytest.raises(UserError) as error:
+        parse_training([*flags, "--tp", "2"])
+    assert (error.value.where, error.value.code) == (f"--lora-from {tmp_path}", "options.conflict")
 
 
 def test_frozen_weights_need_no_gradients_and_no_optimizer_state() -> None:

@@ -27,7 +27,7 @@ from runner.models.generic import Generic
 from runner.proof import stages as self_check
 from runner.proof.options import RunOptions, check_stages
 from runner.proof.proving import compare
-from runner.proof.tiny_step import dropout_error, float32_as_float64
+from runner.proof.tiny_step import float32_as_float64
 from tests.fast.manifests.models.built import DECODERS, read_config
 from tests.fast.manifests.models.catalogued import config_of, quiet
 from tests.fast.runner.proof.combinations import combination
@@ -317,17 +317,6 @@ def test_dropout_of_an_adapter_outside_of_the_layers_is_drawn_in_its_stage() -> 
     assert family.adapters is not None
     assert "model.decoder.project_out" in family.adapters.linear
     check(family, len(family.modules) // 2)
-
-
-def test_dropout_of_adapters_is_named_where_tensor_parallel_ranks_would_draw_it() -> None:
-    run = combination("LlamaForCausalLM", 1, "--lora-rank", "4", "--lora-dropout", "0.1")
-    loaded = replace(run, options=replace(run.options, adapter=Path("adapter")))
-    errors = [dropout_error(of) for of in (run, loaded, combination("LlamaForCausalLM", 1, "--lora-rank", "4"))]
-    assert [(error.code, error.where) for error in errors] == [
-        ("options.conflict", "--lora-dropout"),
-        ("options.conflict", "--lora-from adapter"),
-        ("model.self-check-failed", "--tp"),
-    ]
 
 
 def test_random_numbers_of_the_run_are_untouched(twin: Callable[[str], Generic]) -> None:
