@@ -33,9 +33,10 @@ def in_rounds(
 ) -> T:
     """Run work that may take longer than the timeout between ranks on every rank of a group, and fail together.
 
-    `work` runs in a thread while ranks exchange their progress, and must not run collectives. Once its event is set,
-    because another rank has failed, it should end early. When this returns or raises, it has ended on all ranks, unless
-    it is stalled by its `timer`, to which it beats.
+    `work` runs in a thread while ranks exchange their progress. It must run no collectives of this group, and of others
+    only those that their ranks enter in the same call. Once its event is set, because another rank has failed, it
+    should end early. When this returns or raises, it has ended on all ranks, unless it is stalled by its `timer`, to
+    which it beats.
 
     Raises:
         UserError: as `raise_on_all_ranks`, on all ranks, for the first failure.

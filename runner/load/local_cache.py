@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -40,6 +41,7 @@ logger = logging.getLogger("runner")
 Origin = Literal["node", "store"]
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 _ROUND_NBYTES = 16 << 20  # of a broadcast; one more byte says whether the sender could read them
+_SPARE_S = 10.0  # by which groups time out later than disks: one that does not answer is the error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,51 +165,33 @@ class LocalCache:
             return self._report([shard for shard in assigned if self._ensure(shard, partial(self._timer.beat, stop))])
 
     def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
-        """Send and receive shards. Every rank calls this, and all raise if one fails."""
+        """Send and receive shards, one at a time on each rank. Every rank calls this, and all raise if one fails."""
         own_transfers = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
-        nbytes = {shard.path: shard.nbytes for shard in self._origin.manifest.shards}
-        num_rounds = sum(nbytes[transfer.path] // _ROUND_NBYTES + 1 for transfer in transfers)
-        # Others of a group may be at other transfers for longer than the timeout: for a second a round, at most.
-        groups = open_groups(own_transfers, self._folder.limit_s + num_rounds)
-        work = partial(self._transfer_own, own_transfers, groups, report)
-        report, failure = in_rounds("stage to local", work, timer=self._timer)
+        groups = open_groups(own_transfers, self._folder.limit_s + _SPARE_S)
+        copied = Counter[Origin]()
+        for wave in waves_of(transfers):
+            transfer = next((transfer for transfer in wave if self._world.rank in transfer.ranks), None)
+            copied += in_rounds("stage to local", partial(self._transfer, transfer, groups), timer=self._timer)
         for group in groups.values():
             dist.destroy_process_group(group)
-        with raise_on_all_ranks("stage to local"):
-            if failure is not None:
-                raise failure
-        return report
-
-    def _transfer_own(
-        self, transfers: Sequence[Transfer], groups: Groups, report: CacheReport, _: threading.Event
-    ) -> tuple[CacheReport, Exception | None]:
-        """Take part in this rank's transfers, and return the first failure.
-
-        The ranks of a transfer agree before it that none has failed: nobody waits for one that has.
-        """
-        shards, failure = {shard.path: shard for shard in self._assigned}, None
-        peer_nbytes = read_nbytes = 0
-        for transfer in transfers:
-            try:
-                with raise_on_all_ranks("stage to local", groups[transfer.ranks]):
-                    if failure is not None:
-                        raise failure
-                shard, group = shards[transfer.path], groups[transfer.ranks]
-                with self._timer.working():
-                    if transfer.sender == self._world.rank:
-                        send(self._folder.path / shard.path, shard, group, self._timer.beat)
-                    elif (origin := self._receive(shard, transfer, group)) is not None:
-                        peer_nbytes += shard.nbytes if origin == "node" else 0
-                        read_nbytes += shard.nbytes if origin == "store" else 0
-            except Exception as error:
-                failure = failure or error
-        report = replace(
+        return replace(
             report,
-            nbytes=report.nbytes + peer_nbytes + read_nbytes,
-            reused_nbytes=report.reused_nbytes - peer_nbytes - read_nbytes,
-            peer_nbytes=peer_nbytes,
+            nbytes=report.nbytes + copied.total(),
+            reused_nbytes=report.reused_nbytes - copied.total(),
+            peer_nbytes=copied["node"],
         )
-        return report, failure
+
+    def _transfer(self, transfer: Transfer | None, groups: Groups, _: threading.Event) -> Counter[Origin]:
+        """Take part in a transfer, if there is one for this rank; return the bytes that it copied, by their origin."""
+        if transfer is None:
+            return Counter()
+        shard = next(shard for shard in self._assigned if shard.path == transfer.path)
+        with self._timer.working():
+            if transfer.sender == self._world.rank:
+                send(self._folder.path / shard.path, shard, groups[transfer.ranks], self._timer.beat)
+            elif (origin := self._receive(shard, transfer, groups[transfer.ranks])) is not None:
+                return Counter({origin: shard.nbytes})
+        return Counter()
 
     def _receive(self, shard: Shard, transfer: Transfer, group: dist.ProcessGroup) -> Origin | None:
         """Cache a shard that another rank sends; return where it came from; None: another process has cached it."""
@@ -300,6 +284,19 @@ def plan_transfers(wanted: Mapping[int, Sequence[Wanted]]) -> tuple[Transfer, ..
         if receivers := tuple(rank for rank in ranks[path] if rank != sender):
             transfers.append(Transfer(path=path, sender=sender, receivers=receivers))
     return tuple(transfers)
+
+
+def waves_of(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
+    """Return transfers in waves, in their order: each is in the first after those of its ranks before it."""
+    num_waves, waves = Counter[int](), list[list[Transfer]]()
+    for transfer in transfers:
+        number = max(num_waves[rank] for rank in transfer.ranks)
+        if number == len(waves):
+            waves.append([])
+        waves[number].append(transfer)
+        for rank in transfer.ranks:
+            num_waves[rank] = number + 1
+    return waves
 
 
 def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> Groups:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,10 +32,12 @@ def main(packed: Path, place: Path, case: str) -> None:
     join_world(torch.device("cpu"), timeout_s=30)
     opened = open_packed(packed)
     modules = {module for stage in opened.manifest.stages for module in stage.modules}
-    folder = CacheFolder(path=place / case / f"node{world.rank}", limit_s=3 if case == "busy" else 30)
+    folder = CacheFolder(path=place / case / f"node{world.rank}", limit_s=3 if case in ("busy", "hangs") else 30)
     if case == "lost" and world.rank == 0:  # between the agreement and the first round
         send = local_cache.send
         local_cache.send = lambda path, *rest: send(path.with_name("absent"), *rest)
+    if case == "hangs":
+        local_cache._read_round = lambda *of_round: threading.Event().wait()
     if case == "busy":  # the last rank needs the last shard alone, and waits for those that send each other the first
         modules = set(opened.manifest.stages[-1].modules) if world.rank == world.size - 1 else modules
         read, local_cache._ROUND_NBYTES = local_cache._read_round, opened.manifest.shards[0].nbytes // 8 + 1
@@ -45,6 +48,8 @@ def main(packed: Path, place: Path, case: str) -> None:
     except UserError as error:
         told = {"code": error.code, "text": str(error)}
     (place / f"{case}-{world.rank}.json").write_text(json.dumps(told))
+    if case == "hangs":
+        os._exit(0)  # threads wait
     dist.destroy_process_group()
 
 

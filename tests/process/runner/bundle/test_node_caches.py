@@ -67,9 +67,12 @@ def test_each_shard_is_read_once_from_the_store_or_a_node_that_has_it(
         assert cached_on(tmp_path, case, node) == shards
 
 
-@pytest.mark.parametrize(("case", "code"), [("lost", "store.unreadable"), ("link", "store.cache-unwritable")])
+@pytest.mark.parametrize(
+    ("case", "code"),
+    [("lost", "store.unreadable"), ("link", "store.cache-unwritable"), ("hangs", "store.stalled")],
+)
 def test_node_that_fails_ends_the_load_on_all(case: str, code: str, packed: Path, tmp_path: Path) -> None:
-    """One cannot read what it sends; one cannot write what it receives."""
+    """One cannot read what it sends; one cannot write what it receives; the disk of one does not answer."""
     if case == "link":
         for path in shards_of(packed):
             partial = tmp_path / case / "node2" / Path(path).parent / f".{Path(path).name}.partial"
