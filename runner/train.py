@@ -24,7 +24,7 @@ from manifests.schema import WEIGHTS, TrainingState
 from runner.bundle.packed import Packed, open_packed
 from runner.checkpoint.adapter_record import base_of
 from runner.checkpoint.async_save import InFlight, ReportT, Saver, prune_older
-from runner.checkpoint.history import claim_history, claim_output, find_misnamed
+from runner.checkpoint.history import claim_history, claim_output, find_misnamed, step_of
 from runner.checkpoint.outputs import check_apart, check_outputs, check_space, replaced_note, swap_of
 from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.publish import Publisher
@@ -218,7 +218,7 @@ def check_writes(ready: Ready, world: World, checks: Checks) -> None:
     with raise_on_all_ranks("outputs"):
         check_outputs(options)
     is_verified = options.digests == "foreground" and options.resume.source == "auto" and ready.training is not None
-    if options.checkpoint is not None and before is not None and is_verified:
+    if options.checkpoint is not None and before is not None and step_of(before) is not None and is_verified:
         # A run that is killed right after a save has not pruned, and may have left no room for another checkpoint.
         timer, check = StallTimer(options.timeout_s), checks.get("--checkpoint", lambda: None)
         pruning = partial(prune_older, before, options.checkpoint, ready.save_context, timer, check)

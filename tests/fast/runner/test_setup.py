@@ -206,6 +206,8 @@ def test_what_a_killed_run_has_not_pruned_is_pruned_before_the_room_for_another_
             check_writes(unverified, world, {})
         assert error.value.code == "output.disk-full"
     check_writes(resumed, world, {})
+    renamed = Path(shutil.copytree(trained, history / "best"))
+    check_writes(replace(resumed, origin=open_packed(open_manifest(renamed))), world, {})
     assert find_checkpoints(history) == (checkpoint_path(history, 3), checkpoint_path(history, 2))
 
 
