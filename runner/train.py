@@ -220,7 +220,7 @@ def check_writes(ready: Ready, world: World, checks: Checks) -> None:
     is_verified = options.digests == "foreground" and options.resume.source == "auto" and ready.training is not None
     if options.checkpoint is not None and before is not None and step_of(before) is not None and is_verified:
         # A run that is killed right after a save has not pruned, and may have left no room for another checkpoint.
-        timer, check = StallTimer(options.timeout_s), checks.get("--checkpoint", lambda: None)
+        timer, check = StallTimer(max(options.timeout_s, _LEAST_CLAIM_S)), checks.get("--checkpoint", lambda: None)
         pruning = partial(prune_older, before, options.checkpoint, ready.save_context, timer, check)
         in_rounds("prune", pruning, timer=timer)
     nbytes = (_checkpoint_nbytes(ready), nbytes_of(ready.held_weights()))

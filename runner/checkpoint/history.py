@@ -161,14 +161,14 @@ def prune(
         with system_errors(path, "cannot be removed", code="checkpoint.not-pruned"):
             if removed.is_symlink():
                 removed.unlink()
-            elif removed.exists() and not remove_leftover(removed, _owned):
+            elif removed.exists() and not remove_leftover(removed, _owned, beat):
                 logger.warning("%s: kept beyond --keep: another process writes to %s", path, removed)
                 continue
             os.rename(path, removed)
             sync_folder(history)
             if not removed.is_symlink():  # what it leads to stays
                 record_owned(removed, files_of_manifest)
-        _remove(removed)
+        _remove(removed, beat)
     _remove_left(history, _REMOVED, beat)  # others may write in partial folders here
 
 
@@ -184,7 +184,7 @@ def _remove_left(history: Path, names: re.Pattern[str], beat: Callable[[], None]
         if names.fullmatch(path.name):
             beat()
             try:
-                if not remove_leftover(path, _owned):
+                if not remove_leftover(path, _owned, beat):
                     logger.warning("%s: stays: another process writes there", path)
             except OSError as error:
                 logger.warning("%s: left by an earlier save, cannot be removed: %s", path, error.strerror)
@@ -227,6 +227,6 @@ def set_aside(path: Path) -> None:
     logger.warning("%s: %s; renamed to %s", path, problem, aside)
 
 
-def _remove(folder: Path) -> None:
+def _remove(folder: Path, beat: Callable[[], None]) -> None:
     with system_errors(folder, "cannot be removed", code="checkpoint.not-pruned"):
-        remove_tree(folder)
+        remove_tree(folder, beat)

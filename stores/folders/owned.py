@@ -162,8 +162,10 @@ def remove_replaced(old: Path, owned: Collection[str]) -> None:
         logger.warning("%s: the replaced folder cannot be removed, or files were added to it meanwhile", old)
 
 
-def remove_leftover(folder: Path, find_owned: FindOwned) -> bool:
+def remove_leftover(folder: Path, find_owned: FindOwned, beat: Callable[[], None] = lambda: None) -> bool:
     """Remove a folder that a kill has left, unless a process writes there; return whether none does.
+
+    It beats as `remove_tree`.
 
     Raises:
         OutputError: it has files that we did not write, see `check_ours`.
@@ -173,7 +175,7 @@ def remove_leftover(folder: Path, find_owned: FindOwned) -> bool:
     try:
         check_ours(folder, find_owned)
         record_owned(folder, find_owned)
-        remove_tree(folder)
+        remove_tree(folder, beat)
     finally:
         os.close(lock)
     return True
@@ -186,23 +188,24 @@ def record_owned(folder: Path, find_owned: FindOwned) -> None:
             write_record(folder, names)
 
 
-def remove_tree(entry: Path) -> None:
-    """Remove a file, a link or a whole folder, including read-only folders, its record last."""
+def remove_tree(entry: Path, beat: Callable[[], None] = lambda: None) -> None:
+    """Remove a file, a link or a whole folder, including read-only folders, its record last; it beats at each."""
+    beat()
     if not entry.is_dir() or entry.is_symlink():
         entry.unlink(missing_ok=True)
         return
     for parent, _, _ in os.walk(entry):
         with suppress(OSError):
             os.chmod(parent, 0o700)
-    empty(entry)
+    empty(entry, beat)
     shutil.rmtree(entry)
 
 
-def empty(folder: Path) -> None:
+def empty(folder: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Remove everything in a folder but its record."""
     for path in folder.iterdir():
         if path.name != RECORD_NAME:
-            remove_tree(path)
+            remove_tree(path, beat)
 
 
 def _walk(folder: Path) -> Iterator[tuple[str, bool]]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,18 @@ def test_removal_that_failed_is_finished_with_the_next(
     assert names_in(tmp_path) == [".step-000010.removed", ".step-000030.partial", "step-000020"]
     prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1)
     assert names_in(tmp_path) == [".step-000030.partial", "step-000020"]
+
+
+def test_each_file_that_is_removed_is_progress(trained: Path, tmp_path: Path) -> None:
+    fill(tmp_path, trained, 10, 20)
+    shutil.copytree(trained, tmp_path / ".step-000015.partial")
+    claim, pruning, files = list[str](), list[str](), files_in(trained)
+    with claim_history(tmp_path, partial(claim.append, "")):
+        prune(tmp_path, checkpoint_path(tmp_path, 20), keep=1, beat=partial(pruning.append, ""))
+    assert names_in(tmp_path) == ["step-000020"]
+    num_read = sum(name.endswith(".safetensors") for name in files)  # of the newest
+    assert len(claim) > len(files)
+    assert len(pruning) > num_read + len(files)
 
 
 def test_checkpoint_that_another_process_packs_to_the_folder_is_left_to_it(trained: Path, tmp_path: Path) -> None:
