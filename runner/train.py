@@ -30,6 +30,7 @@ from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
+from runner.checkpoint.shard_file import Before
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
 from runner.config.trained import trained_params
@@ -223,7 +224,8 @@ def check_writes(ready: Ready, world: World, checks: Checks) -> None:
         timer, check = StallTimer(max(options.timeout_s, _LEAST_CLAIM_S)), checks.get("--checkpoint", lambda: None)
         pruning = partial(prune_older, before, options.checkpoint, ready.save_context, timer, check)
         in_rounds("prune", pruning, timer=timer)
-    nbytes = (_checkpoint_nbytes(ready), nbytes_of(ready.held_weights()))
+    with raise_on_all_ranks("outputs"):
+        nbytes = (_checkpoint_nbytes(ready, before), nbytes_of(ready.held_weights()))
     state_nbytes, weights_nbytes = (sum(sizes) for sizes in zip(*from_all_ranks(nbytes), strict=True))
     is_done = ready.training is not None and ready.num_steps >= options.steps
     with raise_on_all_ranks("outputs"):
@@ -231,14 +233,11 @@ def check_writes(ready: Ready, world: World, checks: Checks) -> None:
             check_space(options, checkpoint_nbytes=0 if is_done else state_nbytes, weights_nbytes=weights_nbytes)
 
 
-def _checkpoint_nbytes(ready: Ready) -> int:
-    """Return the bytes that this rank's next checkpoint takes: frozen weights are links to the one that is resumed."""
+def _checkpoint_nbytes(ready: Ready, before: Path | None) -> int:
+    """Return the bytes that this rank's next checkpoint takes: shards of frozen weights may be links to one before."""
     state, trained = ready.held_state(), ready.save_context.trained
-    if trained is None or ready.training is None or _find_before(ready) is None:
-        return nbytes_of(state)
-    names = frozenset(trained)
-    weights = (piece for kinds in state.values() for piece in kinds[WEIGHTS])
-    return nbytes_of(state) - sum(piece.memory.nbytes for piece in weights if piece.fqn not in names)
+    linked_nbytes = 0 if trained is None else Before.read(before, state).linked_nbytes(state, frozenset(trained))
+    return nbytes_of(state) - linked_nbytes
 
 
 def _find_before(ready: Ready) -> Path | None:

@@ -186,6 +186,18 @@ class Before:
             parts[not is_same].append(piece)
         return [*groups, *(part for part in parts if part)]
 
+    def linked_nbytes(self, state: Held, trained: Collection[str]) -> int:
+        """Return the bytes of weights in shards that can be linked, as none of them is trained; nothing is hashed."""
+        nbytes = 0
+        for stage, kinds in state.items():
+            frozen = {piece.fqn: piece for piece in kinds[WEIGHTS] if piece.fqn not in trained}
+            for tensors in self.tensors.get((stage, WEIGHTS), ()):
+                if all(fqn in frozen for fqn, _ in tensors):
+                    pieces = [frozen[fqn] for fqn, _ in tensors]
+                    shard = shard_of("", WEIGHTS, header_of(pieces, dict(tensors)), pieces)
+                    nbytes += sum(piece.memory.nbytes for piece in pieces) if shard.digest in self.paths else 0
+        return nbytes
+
     def link(self, shard: Shard, folder: Path) -> bool:
         """Link a shard of the same digest into a folder, and return whether that was possible."""
         source, path = self.paths.get(shard.digest), folder / shard.path

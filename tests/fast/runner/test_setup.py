@@ -23,6 +23,7 @@ from runner import setup
 from runner.bundle.packed import open_packed
 from runner.checkpoint.history import checkpoint_path, find_checkpoints
 from runner.checkpoint.resume import Origin
+from runner.checkpoint.save import save
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import parse_training
 from runner.distributed.world import World
@@ -169,17 +170,20 @@ def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_
 def test_run_that_resumes_needs_no_room_for_frozen_weights_which_its_checkpoints_share(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    history = packed.with_name("history")
-    origin = pack(packed.with_name("model"), history / "step-000001", "pp=1")
-    flags = ("--no-self-check", "--checkpoint", str(history), "--train-only", "lm_head")
-    ready = start(packed, origin, flags=flags)
-    resumed, world = replace(ready, training=TrainingState(step=1, num_tokens=1)), World(rank=0, local_rank=0, size=1)
+    """A checkpoint whose shards have frozen and trained weights shares none of them."""
+    history, world = packed.with_name("history"), World(rank=0, local_rank=0, size=1)
+    ready = start(packed, flags=("--no-self-check", "--checkpoint", str(history), "--train-only", "lm_head"))
     (weights,) = (kinds[WEIGHTS] for kinds in ready.held_weights().values())
     frozen_nbytes = sum(piece.memory.nbytes for piece in weights if piece.fqn != "lm_head.weight")
+    of_run, other = checkpoint_path(history, 1), checkpoint_path(history, 2)
+    save(ready.held_weights(), ready.save_context, of_run, TrainingState(step=1, num_tokens=1))
+    pack(packed.with_name("model"), other, "pp=1")
+    resumed, repacked = (replace(ready, origin=open_packed(open_manifest(path))) for path in (of_run, other))
     free_nbytes = nbytes_of(ready.held_state()) - frozen_nbytes
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_blocks=1, f_frsize=1, f_bavail=free_nbytes))
     check_writes(resumed, world, {})
-    for changed in (ready, replace(resumed, save_context=replace(ready.save_context, trained=None))):
+    whole = replace(resumed, save_context=replace(ready.save_context, trained=None))
+    for changed in (ready, repacked, whole):
         with pytest.raises(InputError) as error:
             check_writes(changed, world, {})
         assert error.value.code == "output.disk-full"
