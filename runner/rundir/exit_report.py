@@ -95,9 +95,12 @@ def note_stopping(folder: Path) -> None:
 
 
 def is_stopping() -> bool:
-    """Return whether this process's agent was asked to stop; if not, it sends SIGTERM where another rank has exited."""
+    """Return whether this process's agent was asked to stop, and none of its ranks exits with an error.
+
+    Otherwise, SIGTERM means that another rank has exited.
+    """
     folder = os.environ.get(REPORTS)
-    return folder is not None and Path(folder, _STOPPING).exists()
+    return folder is not None and Path(folder, _STOPPING).exists() and not any(Path(folder).glob("*.json"))
 
 
 def set_rank_label(rank: int, stages: Sequence[int] = ()) -> None:

@@ -111,7 +111,7 @@ def _run(reports_dir: Path) -> int:
         if name.startswith(("torch.distributed.elastic", "torch.distributed.run", "torch.distributed.launcher")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # the agent reports instead
     set_log_level(FATAL)
-    handle = _at_most_twice(processes._terminate_process_handler, reports_dir)
+    handle = _at_most_twice(processes._terminate_process_handler, partial(_note_stopping, reports_dir, log_dir))
     processes._terminate_process_handler = handle  # type: ignore[assignment]  # named arguments
     ranks = fork_ranks(module) if module is not None else ()
     if log_dir is not None and _number("--node-rank", "PET_NODE_RANK") == 0:
@@ -151,11 +151,12 @@ def _send_heartbeats(log_dir: Path) -> None:
 
 
 def _at_most_twice(
-    stop: Callable[[int, FrameType | None], None], reports_dir: Path
+    stop: Callable[[int, FrameType | None], None], note: Callable[[], None]
 ) -> Callable[[int, FrameType | None], None]:
     """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save.
 
-    Ranks learn that the job was asked to stop. A SIGHUP that is ignored so far, as below nohup, is not passed on.
+    They are noted, in a thread: a disk that hangs keeps no signal. A SIGHUP that is ignored so far, as below nohup, is
+    not passed on.
     """
     counted, ignores_hangup = itertools.count(1), signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
@@ -164,10 +165,18 @@ def _at_most_twice(
             return
         if next(counted) == 2:
             _finish()
-        note_stopping(reports_dir)
+        with contextlib.suppress(RuntimeError):  # the system refuses a thread
+            threading.Thread(target=note, name="note", daemon=True).start()
         stop(number, frame)
 
     return handle
+
+
+def _note_stopping(reports_dir: Path, log_dir: Path | None) -> None:
+    """Let ranks know that the job was asked to stop; schedulers also stop nodes because one of them has failed."""
+    state = read_shared_state(log_dir) if log_dir else None
+    if state is None or state.ended != "failed":
+        note_stopping(reports_dir)
 
 
 def _finish() -> None:

@@ -408,6 +408,8 @@ def test_step_may_be_slow_after_a_sigterm_to_the_job_and_not_after_one_for_a_ran
     assert rank.has_lost_a_rank
     note_stopping(tmp_path)
     assert not rank.has_lost_a_rank
+    (tmp_path / "1234.json").touch()  # the report of another rank
+    assert rank.has_lost_a_rank
 
 
 def test_signal_is_heard_by_a_rank_with_more_than_a_thousand_connections(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch.agent import agent
-from runner.rundir.exit_report import ExitReport
+from runner.rundir.exit_report import REPORTS, ExitReport, is_stopping
 from runner.rundir.records import RunState, read_state, write_state
 
 LOST = ExitReport(kind="lost", code=5, where="rank 1, stage 1, node m", problem="closed", error_code="rank.lost")
@@ -70,3 +70,20 @@ def test_agent_exits_with_the_code_of_the_error_that_another_node_has_reported(
 ) -> None:
     """Kubernetes restarts a JobSet whose first pod to end exits with 5, and none where that has a code from 1 to 4."""
     assert agent._report(cause, log, ()) == code
+
+
+@pytest.mark.parametrize(
+    "state", [REPORTED, RunState(step=7, ended="stopped"), None], ids=["failed", "stopped", "none"]
+)
+def test_signal_to_a_node_is_one_to_the_job_unless_another_node_has_reported_an_error(
+    state: RunState | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm and Kubernetes stop all other nodes where one has failed: their ranks wait for one that is gone."""
+    log, reports = tmp_path / "log", tmp_path / "reports"
+    for folder in (log, reports):
+        folder.mkdir()
+    if state is not None:
+        write_state(log, state)
+    monkeypatch.setenv(REPORTS, str(reports))
+    agent._note_stopping(reports, log)
+    assert is_stopping() == (state != REPORTED)
