@@ -298,6 +298,19 @@ def test_vocabulary_with_a_head_of_several_matrices_is_that_of_config_or_embeddi
     assert (asked.vocab_size, tiny.vocab_size, tiny.hidden_size) == (16, 6, 4)
 
 
+def test_vocabulary_of_a_tiny_model_is_that_of_its_head_and_not_its_number_of_positions() -> None:
+    def make(modules: tuple[str, ...], width: int = 8, vocab_size: int = 16, num_positions: int = 16) -> nn.Module:
+        embeddings = {"positions": nn.Embedding(num_positions, width), "embed": nn.Embedding(vocab_size, width)}
+        layers = nn.ModuleDict({"0": nn.Linear(width, width, bias=False)})
+        return nn.ModuleDict({**embeddings, "layers": layers, "head": nn.Linear(width, vocab_size, bias=False)})
+
+    shape = replace(SHAPE, modules=("positions", *SHAPE.modules), hidden_size=8)
+    tensors = {name: tuple(tensor.shape) for name, tensor in make(shape.modules).named_parameters()}
+    asked = request_of(replace(shape, tensors=tensors), {}, DESCRIPTION, max_seq_len=8)
+    tiny = runner.NamedFamily(asked, make, partial(make, width=4, vocab_size=6, num_positions=5)).tiny()
+    assert (tiny.vocab_size, tiny.hidden_size) == (6, 4)
+
+
 def test_named_family_of_a_large_model_needs_a_tiny_one() -> None:
     family = decoder_family(8192, is_wrong=False)
     with pytest.raises(UserError) as caught:
