@@ -107,7 +107,7 @@ def end_at_signals(
     ending = threading.RLock()
 
     def end(number: int, frame: FrameType | None = None) -> None:
-        if not ending.acquire(blocking=False):  # the other thread ends the process
+        if not ending.acquire(timeout=_SOON_S):  # the other thread ends the process
             return
         with contextlib.suppress(Exception):
             clear_up(number)

@@ -72,7 +72,8 @@ def test_node_that_is_alone_ends_with_a_message_and_a_code_that_a_restart_may_fi
 
 
 def is_listening(port: int) -> bool:
-    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()]
+    tables = [table for name in ("tcp", "tcp6") if (table := Path("/proc/net", name)).exists()]
+    rows = [row.split() for table in tables for row in table.read_text().splitlines()]
     return any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows)
 
 
