@@ -472,9 +472,7 @@ def test_parts_that_cannot_be_submitted_say_why(source: Path, tmp_path: Path) ->
     assert json.loads(done.stdout)["error"]["where"] == "sbatch"
 
 
-def test_commit_that_has_ended_says_so_when_it_is_run_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_commit_that_has_ended_says_so_when_it_is_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write_model(tmp_path / "source")
     out = tmp_path / "out"
     for number in (1, 2):
