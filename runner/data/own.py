@@ -96,7 +96,6 @@ def read_dataset(
         if after is None or json.loads(text) != after:
             hint = "use lists in place of tuples, and text as keys"
             raise DataError(where, "its state is None, or another one after JSON", hint, code="data.dataset")
-        records = list(records)
         if not all(isinstance(record, Mapping) for record in records):
             raise DataError(where, "expected rows that are mappings", code="data.dataset")
         if len(records) != request.num_rows:
@@ -120,7 +119,8 @@ def _read_own(name: str, request: DataRequest, state: str | None, where: str) ->
     dataset_class = load_entry_point(DATASETS, name, "--data-class")
     try:
         dataset: Dataset = dataset_class(request)
-        yield from dataset.read(None if state is None else json.loads(state))
+        for rows, after in dataset.read(None if state is None else json.loads(state)):
+            yield list(rows), after
     except UserError:
         raise
     except Exception as error:

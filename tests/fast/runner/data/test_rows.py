@@ -320,16 +320,19 @@ def test_what_are_no_rows_is_refused(rows: Any, code: str, monkeypatch: pytest.M
         (KeyError("text"), "data.dataset"),
         (OSError(errno.EIO, "Input/output error"), "system.io"),
         (DataError("a.bin", "is short", code="data.unreadable"), "data.unreadable"),
+        (None, "data.dataset"),
     ],
 )
 def test_what_the_code_of_a_dataset_raises_is_an_error_of_the_data(
-    failure: Exception, code: str, monkeypatch: pytest.MonkeyPatch
+    failure: Exception | None, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing:
         def __init__(self, request: Any) -> None: ...
 
-        def read(self, before: Any) -> Iterator[tuple[Any, Any]]:
-            raise failure
+        def read(self, before: Any) -> Iterator[Any]:
+            if failure is not None:
+                raise failure
+            yield [{"input_ids": [1, 2]}]  # and no state
 
     monkeypatch.setattr(own, "load_entry_point", lambda *names: Failing)
     data = DataOptions(sources=("x",), dataset="own")
