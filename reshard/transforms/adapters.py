@@ -170,14 +170,19 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
 def _note_tokenizer(adapter: Adapter, checkpoint: Checkpoint) -> None:
     """Note files of an adapter's tokenizer that are not the model's: the output has the model's."""
     present = {item.path: item.file for item in checkpoint.auxiliary}
+    unread = ("vocab.", "merges.") if "tokenizer.json" in present else ()  # by a model with that file
     differing = [
         name
         for name, file in adapter.tokenizer.items()
-        if name not in present or present[name].nbytes != file.nbytes or check_whole(present[name]) != check_whole(file)
+        if not (name.startswith(unread) or _is_equal(file, present.get(name)))
     ]
     if differing:
-        text = "note: %s has another %s than the model, whose files are kept: copy those that it was trained with"
-        logger.warning(text, adapter.location, ", ".join(differing))
+        text = "note: the output has the model's tokenizer, not %s of %s: copy those if it was trained with them"
+        logger.warning(text, ", ".join(differing), adapter.location)
+
+
+def _is_equal(file: InputFile, other: InputFile | None) -> bool:
+    return other is not None and file.nbytes == other.nbytes and check_whole(file) == check_whole(other)
 
 
 def _terms(

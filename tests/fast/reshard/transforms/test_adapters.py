@@ -126,6 +126,7 @@ def test_tokenizer_of_an_adapter_that_is_not_the_model_s_is_noted(
     for name, text in (("tokenizer.json", "{}"), ("tokenizer_config.json", "{}")):
         (base / name).write_text(text)
         (adapter / name).write_text(text)
+    (adapter / "vocab.json").write_text("{}")
     run("merge", base, adapter, "--out", tmp_path / "same")
     assert caplog.messages == []
     (adapter / "tokenizer_config.json").write_text("[]")
@@ -135,7 +136,7 @@ def test_tokenizer_of_an_adapter_that_is_not_the_model_s_is_noted(
         caplog.clear()
         run(*command, "--out", tmp_path / command[0])
         (note,) = caplog.messages
-        assert f"{adapter} has another chat_template.jinja, tokenizer_config.json than" in note
+        assert f" chat_template.jinja, tokenizer_config.json of {adapter}: " in note
         assert (tmp_path / command[0] / "tokenizer_config.json").read_text() == "{}"
 
 
