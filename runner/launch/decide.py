@@ -102,7 +102,8 @@ def _decide_after_loss(end: AttemptEnd) -> Decision:
     """Restart after a lost rank, while restarts are left and checkpoints advance."""
     step = end.newest_step()
     if end.attempt and not end.has_saved():
-        why = f"no checkpoint since the last restart (the newest: step {step}): a restart would fail the same way"
+        newest = {0: "there is none", None: "they cannot be listed"}.get(step, f"the newest: step {step}")
+        why = f"no checkpoint since the last restart ({newest}): a restart would fail the same way"
         return GiveUp(code=end.code, why=why)
     if end.attempt < end.restarts:
         return Restart(step=step)

@@ -97,6 +97,7 @@ TABLE = {
         end(attempt=1, newest_step=4, has_saved=False),
         GiveUp(code=LOST, why=""),
     ),
+    "lost another before any checkpoint": (end(attempt=1, newest_step=0, has_saved=False), GiveUp(code=LOST, why="")),
     "lost the last": (end(attempt=3, newest_step=5, has_saved=True),
                       GiveUp(code=LOST, why="")),
     "lost the last, checkpoints unknown": (

@@ -263,7 +263,7 @@ def test_job_whose_rank_dies_at_each_start_ends_before_its_restarts_do_and_says_
     assert first == second
     assert first.startswith("error: rank 3, stage 3, node node10: ")
     assert json.loads((log / "state.json").read_text())["error_code"] == "rank.killed"
-    assert "since the last restart (the newest: step 0)" in last
+    assert "since the last restart (there is none)" in last
     shown = state(slurm, log)["error"]
     assert shown.startswith(f"{last.removeprefix('error: ')}\n{first.removeprefix('error: ')}\n")
     assert f"error: {shown}\n" in runner(slurm, "status", log).stdout
