@@ -15,7 +15,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from manifests.digest import digest_pieces
-from manifests.errors import SourceError
+from manifests.errors import SourceError, refused_by_system
 from manifests.models.adapters import (
     BASE_DIGEST,
     BASE_PARENTS,
@@ -136,6 +136,8 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
         with open(path, "rb") as stream:
             return digest_pieces(iter(partial(stream.read, 1 << 20), b""))
     except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # those of safetensors have none
+            raise refused_by_system(str(path), error, code="source.bad-adapter") from error
         raise SourceError(str(path), f"cannot be read: {error}", code="source.bad-adapter") from error
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +17,14 @@ from manifests.errors import UserError
 from manifests.models.adapters import RECORD_NAME
 from manifests.schema import AuxiliaryFile, Parent
 from runner.bundle.packed import Packed, open_packed
+from runner.checkpoint import peft_folder
 from runner.checkpoint.adapter_record import AdapterRecord, check_adapters, check_base, record_of
 from runner.checkpoint.peft_folder import read_peft
 from runner.config.flags import parse_training
 from runner.config.lora import LoraOptions
 from runner.models.adapters import Adapters
 from runner.models.regions import Region
+from runner.rundir.exit_report import code_of
 from tests.builders import Tensor, pack, write_model
 from tests.fast.reshard.transforms.adapters import PREFIX, float32, write_adapter
 from tests.fast.runner.load.test_slices_loaded import in_slices, weights_of
@@ -105,6 +109,22 @@ def test_peft_folder_of_another_base_is_refused(base_digest: str | None, tmp_pat
     with pytest.raises(UserError) as refused:
         read_peft(tmp_path, adapters, (), record)
     assert refused.value.code == "source.other-adapter"
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 5), (errno.EACCES, 3)])
+def test_peft_folder_on_a_disk_that_fails_is_one_that_a_restart_may_read(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors, adapters = peft_of_one_module()
+    write_adapter(tmp_path, tensors)
+
+    def refused(path: Path, mode: str) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(peft_folder, "open", refused, raising=False)
+    with pytest.raises(UserError) as error:
+        read_peft(tmp_path, adapters, (), None)
+    assert (error.value.code, code_of(error.value)) == ("source.bad-adapter", code)
 
 
 def test_peft_folder_is_not_read_on_weights_that_its_base_was_trained_from(tmp_path: Path) -> None:
