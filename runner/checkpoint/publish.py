@@ -34,7 +34,7 @@ from manifests.invariants import QUANTIZED_CONFIG, QUANTIZED_SOURCE, SOURCE_NAME
 from manifests.jsontext import parse_config, parse_json_object
 from manifests.models import ModelShape
 from manifests.models.config import CONFIG_NAME, encode_config, says_tied, with_dtype, without_ties
-from manifests.schema import WEIGHTS
+from manifests.schema import GIT_ATTRIBUTES_NAME, WEIGHTS
 from manifests.store import read_small_file, write_file
 from manifests.versions import LOCK_NAME, digest_of_state, encode_files, encode_version, folder_of, metadata_of
 from runner.checkpoint.async_save import InFlight
@@ -337,7 +337,7 @@ def _files_of(context: SaveContext, dtype: str) -> dict[str, bytes]:
     files = {
         file.path: read_small_file(context.root / file.path, file.compared_digest)
         for file in context.manifest.files
-        if file.path not in (SOURCE_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE)  # of the files that were packed
+        if file.path not in (SOURCE_NAME, QUANTIZED_CONFIG, QUANTIZED_SOURCE, GIT_ATTRIBUTES_NAME)  # of the source
     }
     config = parse_config(files[CONFIG_NAME], str(context.root / CONFIG_NAME))
     updated = with_dtype(config, dtype)

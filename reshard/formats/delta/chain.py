@@ -30,6 +30,7 @@ from manifests.index import ADAPTER_NAMES, INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.paths import problem_with_path
 from manifests.safetensors import DIGESTS_KEY
+from manifests.schema import GIT_ATTRIBUTES_NAME
 from manifests.store import write_file
 from manifests.versions import BLAKE3, ZSTD, digest_of_state, folder_of
 from reshard.formats.auxiliary import names_weights
@@ -302,7 +303,7 @@ def decode_files(metadata: Mapping[str, object], where: str) -> Mapping[str, str
         is_weight = names_weights(path) or path in ADAPTER_NAMES
         if is_weight or problem_with_path(path) or not isinstance(digest, str) or not is_digest(digest):
             raise SourceError(f"{where}: metadata.files", f"is malformed at {path[:80]!r}", code=BAD_DELTA)
-    return files
+    return {path: digest for path, digest in files.items() if path != GIT_ATTRIBUTES_NAME}  # of an older version
 
 
 def _raw_digest(digest: str, tensor: TensorAt) -> bytes:

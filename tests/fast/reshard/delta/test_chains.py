@@ -378,6 +378,26 @@ def test_auxiliary_files_that_change_are_in_the_delta(tmp_path: Path) -> None:
         assert (tmp_path / "served" / name).read_bytes() == (tmp_path / "v2" / name).read_bytes(), name
 
 
+def test_gitattributes_that_an_older_version_has_published_are_left_behind(tmp_path: Path) -> None:
+    write_states(tmp_path, 2)
+    chain = tmp_path / "chain"
+    reshard.publish_delta(tmp_path / "v1", chain)
+    attributes, index = chain / "weight_v000001/.gitattributes", chain / "weight_v000001" / INDEX
+    attributes.write_text("*.safetensors filter=lfs diff=lfs merge=lfs -text\n")
+    document = json.loads(index.read_text())
+    files = json.loads(document["metadata"]["files"]) | {attributes.name: digest_bytes(attributes.read_bytes())}
+    document["metadata"]["files"] = json.dumps(files)
+    index.write_text(json.dumps(document))
+    run("delta", "verify", chain)
+    run("pack", chain, "--layout", "pp=1", "--out", tmp_path / "packed")
+    assert apply_delta(chain, tmp_path / "served").other_files == ()
+    assert not reshard.publish_delta(tmp_path / "v1", chain).is_new
+    assert reshard.publish_delta(tmp_path / "v2", chain).base == 1
+    run("delta", "fold", chain, "--out", tmp_path / "folded")
+    assert apply_delta(chain, tmp_path / "served").other_files == ()
+    assert not list((tmp_path / "served").glob(attributes.name))
+
+
 def test_auxiliary_files_of_a_base_that_is_not_in_the_chain_are_named_if_they_are_others(tmp_path: Path) -> None:
     write_states(tmp_path, 2)
     shutil.copytree(tmp_path / "v1", tmp_path / "served")

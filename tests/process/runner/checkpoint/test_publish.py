@@ -24,6 +24,7 @@ import pytest
 from torch import distributed as dist
 
 import reshard
+from manifests.digest import digest_bytes
 from manifests.errors import InputError, OutputError
 from manifests.schema import WEIGHTS
 from manifests.versions import LOCK_NAME
@@ -37,7 +38,17 @@ from stores.base import read_in_blocks
 from stores.folders.lock import locking
 from stores.objects.client import ObjectWriter, ObstoreClient
 from stores.objects.output import open_output
-from tests.builders import INDEX, files_in, llama_config, pack, random_tensors, run, tensors_in, write_model
+from tests.builders import (
+    INDEX,
+    edit_manifest,
+    files_in,
+    llama_config,
+    pack,
+    random_tensors,
+    run,
+    tensors_in,
+    write_model,
+)
 from tests.fast.manifests.models.catalogued import save_tiny
 from tests.fast.reshard.delta import slime_decoder
 from tests.fast.reshard.delta.states import weights_in
@@ -262,6 +273,19 @@ def test_config_of_a_version_does_not_tie_two_weights(tmp_path: Path) -> None:
         assert [report.failure for report in publisher.reports(wait=True)] == [None]
     (published,) = (tmp_path / "chain").rglob("config.json")
     assert json.loads(published.read_text()) == {**config, "tie_word_embeddings": False}
+
+
+def test_gitattributes_of_an_older_pack_are_not_published(tmp_path: Path) -> None:
+    write_model(tmp_path / "model")
+    packed = pack(tmp_path / "model", tmp_path / "packed", "pp=1")
+    (packed / ".gitattributes").write_bytes(b"")
+    entry = {"path": ".gitattributes", "nbytes": 0, "digest": digest_bytes(b"")}
+    edit_manifest(packed, lambda document: document["files"].append(entry))
+    with publisher_to(tmp_path / "chain", packed, StallTimer()) as (publisher, weights):
+        publish_filled(publisher, weights, 1)
+        assert [report.failure for report in publisher.reports(wait=True)] == [None]
+    assert not list((tmp_path / "chain").rglob(".gitattributes"))
+    assert versions(tmp_path / "chain") == [(1, None)]
 
 
 def test_run_whose_lock_is_taken_over_publishes_nothing(
