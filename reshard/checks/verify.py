@@ -325,14 +325,14 @@ def _check_files(manifest: Manifest, folder: Folder, findings: Findings) -> None
 def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findings: Findings) -> None:
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own.
 
-    A model card may differ: people edit it.
+    A model card may differ: people edit it. `.gitattributes` says how a repository stores its files.
     """
-    digests = {auxiliary.path: auxiliary.digest for auxiliary in manifest.files if auxiliary.path != SOURCE_NAME}
-    if (of_source := digests.pop(GIT_ATTRIBUTES_NAME, None)) is not None:  # of an older version
-        digests[f"{SOURCE_FILES}{GIT_ATTRIBUTES_NAME}"] = of_source
+    ignored = {SOURCE_NAME, GIT_ATTRIBUTES_NAME, f"{SOURCE_FILES}{GIT_ATTRIBUTES_NAME}"}
+    digests = {item.path: item.digest for item in manifest.files if item.path not in ignored}
     expected = {
-        auxiliary.path: (auxiliary.digest or check_whole(auxiliary.file)) if auxiliary.path in digests else ""
-        for auxiliary in source.auxiliary
+        item.path: (item.digest or check_whole(item.file)) if item.path in digests else ""
+        for item in source.auxiliary
+        if item.path not in ignored
     }
     comparison = compare(expected, digests)
     for path in (path for path in comparison.unexpected if path not in RUN_FILES):

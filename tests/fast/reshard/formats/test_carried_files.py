@@ -126,6 +126,17 @@ def test_gitattributes_in_the_root_as_older_versions_pack_them_may_have_changed(
     assert files_in(back) == {**files_in(source), ATTRIBUTES: b"of the repository"}
 
 
+def test_gitattributes_that_an_export_leaves_out_are_no_difference(source: Path, tmp_path: Path) -> None:
+    packed, dcp, again, chain = (tmp_path / name for name in ("packed", "dcp", "again", "chain"))
+    (source / ATTRIBUTES).write_text("of the source")
+    assert reshard("pack", source, "--layout", "pp=2", "--out", packed).code == 0
+    assert reshard("export", packed, "--to", "dcp", "--out", dcp).code == 0
+    assert reshard("pack", dcp, "--layout", "pp=2", "--out", again).code == 0
+    assert reshard("delta", "publish", packed, "--chain", chain).code == 0
+    for one, other in ((again, packed), (again, source), (packed, dcp), (packed, chain)):
+        assert reshard("verify", one, "--against", other).code == 0, other
+
+
 def move_to_root(packed: Path, name: str) -> None:
     def change(document: dict[str, Any]) -> None:
         file = next(file for file in document["files"] if file["path"] == f"source-files/{name}")
