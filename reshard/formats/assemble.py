@@ -81,7 +81,8 @@ class ModelTensors:
         try:
             check_coverage(weights, shape, where, frozenset(dropped))
         except SourceError as error:
-            if config.fields.get("quantization_config") and all(tensor.dtype in FLOATS for tensor in weights.values()):
+            is_plain = all(tensor.dtype in FLOATS for tensor in weights.values())
+            if error.code == "source.missing-tensor" and config.fields.get("quantization_config") and is_plain:
                 hint = f"if the weights are not quantized, remove quantization_config from {CONFIG_NAME}"
                 raise error.changed(hint=hint) from None
             raise

@@ -173,6 +173,18 @@ def test_config_of_quantized_weights_beside_others_is_named(tmp_path: Path) -> N
     assert "remove quantization_config" in refused.text
 
 
+def test_config_of_quantized_weights_that_lacks_nothing_is_not_the_fault(tmp_path: Path) -> None:
+    native = torchtitan_state("deepseek_v3", huggingface_state("deepseek_v3", tmp_path / "model"))
+    config = save(tmp_path / "step-7", "deepseek_v3", native) / "config.json"
+    section = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    section["modules_to_not_convert"] = ["model"]
+    changed = {"quantization_config": section, "vocab_size": SIZES["vocab_size"] + 8}
+    config.write_text(json.dumps(json.loads(config.read_text()) | changed))
+    refused = refusal("pack", config.parent, "--layout", "pp=2", "--out", tmp_path / "out")
+    assert refused.found[:2] == (3, "source.shape-mismatch")
+    assert "quantization_config" not in refused.text
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_checkpoint_with_names_of_hugging_face(nested: bool, tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
