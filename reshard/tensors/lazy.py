@@ -17,7 +17,7 @@ from manifests.index import split_by_size
 from manifests.jsontext import MAX_CONFIG_NBYTES
 from manifests.safetensors import nbytes_of
 from reshard.tensors.checkpoint import check_digest
-from stores.base import Folder, InputFile, Range, Reader, read_head, read_range, read_whole
+from stores.base import Folder, InputFile, Range, Reader, read_head, read_whole
 from stores.bundles import TensorAt
 from stores.prefetch import Prefetcher, RemoteFile
 from stores.workers import at_once
@@ -143,24 +143,14 @@ def read_blocks(tensor: TensorAt, step: int = STEP_NBYTES) -> Generator[memoryvi
 
 
 def have_equal_bytes(first: TensorAt, second: TensorAt) -> bool:
-    """Return whether two tensors are of one dtype and shape, and have equal digests, or else bytes, which are read.
-
-    Of stored ones the first bytes are read before: who reads a remote file in order requests 64 MiB of it ahead.
-    """
+    """Return whether two tensors are of one dtype and shape, and have equal digests, or else bytes, which are read."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     if (first.file, first.begin) == (second.file, second.begin):
         return True
     if first.blake3 is not None and second.blake3 is not None:
         return first.blake3 == second.blake3
-    are_stored = not any(isinstance(tensor.file, DerivedFile) for tensor in (first, second))
-    if are_stored and _first_bytes(first) != _first_bytes(second):
-        return False
     return all(map(eq, read_blocks(first), read_blocks(second)))
-
-
-def _first_bytes(tensor: TensorAt) -> bytes:
-    return read_range(tensor.file, tensor.begin, min(tensor.end, tensor.begin + STEP_NBYTES))
 
 
 class BlockReader:

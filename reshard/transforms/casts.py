@@ -1,10 +1,15 @@
-"""Casts of tensors when they are read."""
+"""Casts of tensors when they are read, and comparisons of values that may need one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import partial
+from math import prod
 
-from reshard.tensors.lazy import derive
+from manifests.errors import SourceError
+from manifests.safetensors import DTYPE_BITS
+from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, DerivedFile, derive, have_equal_bytes
 from stores.bundles import TensorAt
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
@@ -17,3 +22,35 @@ def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
     from reshard.transforms.arithmetic import cast_blocks  # numpy
 
     return derive(tensor, dtype, f"as {dtype}", (tensor,), partial(cast_blocks, tensor, dtype))
+
+
+def have_equal_samples(first: TensorAt, second: TensorAt, dtype: str) -> bool:
+    """Return whether two tensors have one shape, and equal values at the start, in the middle and at the end.
+
+    Values of different floating dtypes are compared in `dtype`. At most 1 MiB of each tensor is read at a place, and
+    nothing where both have digests. A derived tensor, such as a strided one, is read whole.
+    """
+    kinds = {first.dtype, second.dtype}
+    if first.shape != second.shape or not (len(kinds) == 1 or kinds <= FLOATS):
+        return False
+    common = first.dtype if len(kinds) == 1 else dtype
+    have_digests = len(kinds) == 1 and None not in (first.blake3, second.blake3)
+    pairs: Iterable[tuple[TensorAt, TensorAt]] = [(first, second)]
+    if not have_digests and not any(isinstance(tensor.file, DerivedFile) for tensor in (first, second)):
+        count = STEP_NBYTES // max(1, *(DTYPE_BITS[kind] // 8 for kind in kinds))
+        pairs = zip(_samples(first, count), _samples(second, count), strict=True)
+    try:
+        return all(have_equal_bytes(cast_tensor(one, common), cast_tensor(other, common)) for one, other in pairs)
+    except SourceError as error:
+        if error.code != WOULD_OVERFLOW:
+            raise
+        return False
+
+
+def _samples(tensor: TensorAt, count: int) -> Iterator[TensorAt]:
+    """Yield `count` elements, if there are so many, at the start of a tensor, in its middle and at its end."""
+    total, bits = prod(tensor.shape), DTYPE_BITS[tensor.dtype]
+    count = min(count, total)
+    for first in sorted({0, (total - count) // 16 * 8, total - count}):  # of 8, as some dtypes have 4 or 6 bits
+        begin, nbytes = tensor.begin + first * bits // 8, count * bits // 8
+        yield replace(tensor, shape=(count,), begin=begin, nbytes=nbytes, blake3=None)

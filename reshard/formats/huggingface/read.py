@@ -33,9 +33,9 @@ from reshard.formats.table import ListedTensor, Listing, OpenOptions
 from reshard.formatting import some
 from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.comparison import check_coverage, drop_tensors, stored_in, under_fqns, without_absent
-from reshard.tensors.lazy import FolderInPart, have_equal_bytes
+from reshard.tensors.lazy import FolderInPart
 from reshard.tensors.source_index import SUFFIX, RecordedShard, SourceRecord, index_of, shard_anew
-from reshard.transforms.casts import FLOATS, cast_tensor
+from reshard.transforms.casts import have_equal_samples
 from stores.base import Folder, InputFile, read_config, read_whole
 from stores.bundles import TensorAt, tensors_in
 from stores.workers import each_file_header, each_of
@@ -115,16 +115,14 @@ def _without_unequal_ties(
 ) -> ModelShape:
     """Return the shape without the ties of weights that are stored twice, with different values in the model's dtype.
 
+    Samples decide: packing compares all values of a tie (docs/adr/0051).
     Source: `PreTrainedModel.tie_weights`, transformers 5.23, whatever the config says.
     """
     dtype, ties = str(config.get("dtype") or config.get("torch_dtype")), list[tuple[str, ...]]()
     for group in shape.ties:
         first, *others = [tensors[fqn] for fqn in group if fqn in tensors]
-        kinds = {tensor.dtype for tensor in (first, *others)}
-        if len(kinds) > 1 and kinds <= FLOATS:
-            common = CONFIG_DTYPES.get(dtype, first.dtype)
-            first, *others = [cast_tensor(tensor, common) for tensor in (first, *others)]
-        if all(have_equal_bytes(first, other) for other in others):
+        common = CONFIG_DTYPES.get(dtype, first.dtype)
+        if all(have_equal_samples(first, other, common) for other in others):
             ties.append(group)
     return replace(shape, ties=tuple(ties))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +15,9 @@ from manifests.slices import Slice
 from reshard.copy.engine import WriteOptions, write_shards
 from reshard.copy.parallelism import Parallelism
 from reshard.plans.pack_plan import without_header
-from reshard.tensors.lazy import STEP_NBYTES, have_equal_bytes
+from reshard.tensors.lazy import STEP_NBYTES
 from reshard.tensors.slices import merge_slices
-from reshard.transforms.casts import cast_tensor
+from reshard.transforms.casts import cast_tensor, have_equal_samples
 from stores.base import Range
 from stores.bundles import TensorAt
 from stores.net.retries import Streams
@@ -100,10 +100,33 @@ def test_origins_are_read_within_the_streams_of_the_command(is_sliced: bool, num
     assert (server.most_running, parallelism.used.num_streams) == (num_streams, num_streams)
 
 
-@pytest.mark.parametrize("is_equal", [False, True])
-def test_of_remote_tensors_that_differ_in_their_first_bytes_no_others_are_read(is_equal: bool) -> None:
-    server, nbytes = Server(), 40 << 20
-    files = Remote(bytes(nbytes), server), Remote(bytes([0, not is_equal]) + bytes(nbytes - 1), server)
-    tensors = [TensorAt("head", "U8", (nbytes,), file, begin, nbytes) for begin, file in enumerate(files)]
-    assert have_equal_bytes(*tensors) == is_equal
-    assert server.nbytes == 2 * STEP_NBYTES + (2 * nbytes if is_equal else 0)
+NBYTES = 40 << 20
+
+
+@pytest.mark.parametrize(
+    ("position", "num_samples", "is_equal"),
+    [(None, 3, True), (0, 1, False), (NBYTES // 2, 2, False), (NBYTES - 1, 3, False), (NBYTES // 4, 3, True)],
+)
+def test_of_two_remote_tensors_three_samples_are_read_until_two_differ(
+    position: int | None, num_samples: int, is_equal: bool
+) -> None:
+    server, data = Server(), bytearray(NBYTES)
+    if position is not None:
+        data[position] = 1
+    files = Remote(bytes(NBYTES), server), Remote(b"\0" + data, server)
+    first, second = [TensorAt("head", "F32", (NBYTES // 4,), file, begin, NBYTES) for begin, file in enumerate(files)]
+    assert have_equal_samples(first, second, "F32") == is_equal
+    assert server.nbytes == 2 * num_samples * STEP_NBYTES
+
+
+def test_samples_in_two_dtypes_are_of_the_same_values() -> None:
+    server, count = Server(), 3 * STEP_NBYTES
+    values = np.arange(count, dtype=np.float32)
+    files = Remote(values.tobytes(), server), Remote(values.astype(np.float64).tobytes(), server)
+    first, second = (
+        TensorAt("head", dtype, (count,), file, 0, file.nbytes)
+        for dtype, file in zip(("F32", "F64"), files, strict=True)
+    )
+    assert have_equal_samples(first, second, "F32")
+    assert not have_equal_samples(first, replace(second, shape=(1, count)), "F32")
+    assert server.nbytes == 3 * (STEP_NBYTES + STEP_NBYTES // 2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +158,29 @@ def test_config_that_an_export_writes_does_not_tie_two_weights(form: str, tmp_pa
     assert json.loads(config.read_text())["tie_word_embeddings"] is False
     one, other = (open_manifest(folder).manifest for folder in (packed, pack(out, tmp_path / "again")))
     assert (other.ties, other.model) == ((), one.model)
+
+
+def test_tied_copies_that_differ_outside_of_the_samples_are_refused_by_pack_alone(tmp_path: Path) -> None:
+    """A plan of a model on the hub does not download its embedding, which `pack` reads in any case."""
+    embedding = random_tensors(llama_config(vocab_size=1 << 17))[EMBEDDING]
+    data = bytearray(embedding.data)
+    assert len(data) == 4 << 20
+    data[5 << 18] ^= 1
+    source = write_with_head(tmp_path / "source", replace(embedding, data=bytes(data)), vocab_size=1 << 17)
+    planned = run("plan", source, "--layout", "pp=2", "--json").json
+    assert (len(planned["ties"]), planned["untied"]) == (1, [])
+    assert refused(source)[0] == ("source.tied-values-differ", "SOURCE/model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    assert open_manifest(pack(source, tmp_path / "out")).manifest.ties == ()
+
+
+def test_tied_copy_whose_values_the_dtype_of_the_model_cannot_have_is_another_weight(tmp_path: Path) -> None:
+    shape = random_tensors(llama_config())[EMBEDDING].shape
+    head = Tensor(dtype="F32", shape=shape, data=struct.pack("<f", 1e30) * prod(shape))
+    source = write_with_head(tmp_path / "source", head, dtype="float16")
+    assert run("plan", source, "--layout", "pp=2", "--json").json["untied"] == [[EMBEDDING, HEAD]]
+    assert open_manifest(pack(source, tmp_path / "out")).manifest.ties == ()
 
 
 def test_tied_copies_of_equal_bytes_in_two_dtypes_are_two_weights(tmp_path: Path) -> None:
