@@ -70,16 +70,17 @@ def _index_of(shards: Sequence[OutputShard]) -> MemoryFile:
 
 
 def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:
-    """Refuse a source that stores a tied weight twice with different bytes: one of them would be lost."""
+    """Refuse a source that stores a tied weight twice with different bytes or dtypes: one of them would be lost."""
     for group in checkpoint.shape.ties:
         stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
         kinds = {tensor.dtype for tensor in stored}
         places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
         if len(places) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
+            how = "in different dtypes" if len(kinds) > 1 else "with different values"
             drop = f", or pass {Parameter('drop', [stored[-1].name])}" if can_drop else ""
             raise SourceError(
                 str(stored[0].file),
-                f"the config ties {' and '.join(group)}, but the files store different values for them",
+                f"the config ties {' and '.join(group)}, but the files store them {how}",
                 f"set tie_word_embeddings to false to keep both{drop}",
                 code="source.tied-values-differ",
             )
