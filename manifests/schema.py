@@ -156,10 +156,7 @@ class AuxiliaryFile:
 
     @property
     def compared_digest(self) -> str | None:
-        """The digest that the file must have; None for the model card, which people edit on the hub.
-
-        And for .gitattributes, which the hub edits, and which older versions list.
-        """
+        """The digest that the file must have; None for README.md and .gitattributes, which are edited on the hub."""
         return None if self.path in (MODEL_CARD_NAME, GIT_ATTRIBUTES_NAME) else self.digest
 
 

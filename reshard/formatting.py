@@ -145,9 +145,9 @@ def tie_lines(ties: Sequence[TieGroup]) -> list[str]:
 def untied_notes(untied: Iterable[Sequence[str]]) -> list[str]:
     """Return a note on each group of weights that config.json ties, and that are packed as two."""
     return [
-        f"note: config.json ties {list_words(group, 'and')}, which are stored with different values: they are packed "
-        f"as two weights, as transformers 5 reads them; {Parameter('drop', [group[-1]])} packs the tied one, as vLLM "
-        "and older transformers read it"
+        f"note: config.json ties {list_words(group, 'and')}, but the files store different values for them: they are "
+        f"packed as two weights, as transformers 5 reads them; with {Parameter('drop', [group[-1]])} they are one, as "
+        "vLLM and transformers 4 read them"
         for group in untied
     ]
 

@@ -325,7 +325,7 @@ def _check_files(manifest: Manifest, folder: Folder, findings: Findings) -> None
 def _compare_files(source: Checkpoint, manifest: Manifest, folder: Folder, findings: Findings) -> None:
     """Compare auxiliary files, by their digests, with those of a source; `source.json` is the manifest's own.
 
-    A model card may differ: people edit it. `.gitattributes` says how a repository stores its files.
+    A model card may differ: people edit it. `.gitattributes` is left out: it says how a repository stores its files.
     """
     ignored = {SOURCE_NAME, GIT_ATTRIBUTES_NAME, f"{SOURCE_FILES}{GIT_ATTRIBUTES_NAME}"}
     digests = {item.path: item.digest for item in manifest.files if item.path not in ignored}

@@ -36,7 +36,7 @@ def merge(
 ) -> None:  # fmt: skip
     """Add LoRA adapters to a model's weights, and write a Hugging Face folder.
 
-    BASE is anything that reshard pack reads, without optimizer state: a Hugging Face folder or hub repository, a
+    BASE is anything without optimizer state that reshard pack reads: a Hugging Face folder or hub repository, a
     manifest, another trainer's checkpoint. ADAPTER is a PEFT folder, of runner launch --save or of peft. A merged value
     is computed in float64 and rounded once to the weight's dtype; weights in float8 blocks and MXFP4 are quantized as
     they were. Tensors that no adapter touches keep their bytes. Tensors are merged in blocks, so memory does not grow

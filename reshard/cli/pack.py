@@ -364,7 +364,8 @@ def commit(as_json: bool, quiet: bool, **arguments: Any) -> None:
     """Merge the parts that reshard pack --part has written to OUT into a checkpoint.
 
     OUT is a folder or s3://BUCKET/PREFIX, and all that is required. No tensors are copied. If it is killed, run it
-    again: what is committed stays. So run it with --force once a part has begun. --force is not supported in a bucket.
+    again. With --force, run it once a part has begun: before that, it leaves the checkpoint in OUT as it is. --force is
+    not supported in a bucket.
 
     \b
     Example:

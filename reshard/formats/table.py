@@ -185,7 +185,10 @@ _LOAD_UNIVERSAL = (
     "next: engine.load_checkpoint(DIR, load_lr_scheduler_states=False), with ZeRO 1 or 2 and "
     '"checkpoint": {"load_universal": true}; a learning-rate scheduler starts at its first step'
 )
-_LOAD_MEGATRON = "next: leave out --no-position-embedding, which --load compares and rotary embeddings ignore"
+_LOAD_MEGATRON = (
+    "next: load it without --no-position-embedding: Megatron-LM compares that flag with the checkpoint, and rotary "
+    "embeddings do not use it"
+)
 HUGGINGFACE = Format(
     name="huggingface",
     is_in=lambda names: False,  # it is what a folder is that is nothing else

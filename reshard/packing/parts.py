@@ -113,8 +113,8 @@ def commit(out: str | Path, *, force: bool = False, wait: bool = False) -> PackR
 
     `out` is the folder or the object-store URL that the parts were packed to. `force` replaces an existing folder in
     one step; it is not supported in a bucket. With `wait`, return once all parts are there. It can be interrupted at
-    any point and called again; what is committed already is returned as it is. So with `force`, call it once a part has
-    begun.
+    any point and called again: a checkpoint that is committed is returned as it is. With `force`, call it once a part
+    has begun; before that, the old checkpoint is returned.
 
     Raises:
         OutputError: parts are missing (`output.missing-parts`, `output.no-parts`) or damaged, or of another plan, or

@@ -222,7 +222,8 @@ class FolderParts:
         elif folders or not (self._out / MANIFEST_NAME).is_file() or any(map(_UNFINISHED.fullmatch, self._names())):
             return None  # or it is the checkpoint that parts at work replace
         elif self._force:
-            logger.warning("note: %s is complete; nothing replaces it, since no part of another is here", self._out)
+            text = "note: %s is complete, and no part of another checkpoint has begun: nothing was replaced"
+            logger.warning(text, self._out)
         return open_manifest(self._out).manifest
 
     def _remove_replaced(self) -> None:

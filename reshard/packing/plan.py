@@ -125,10 +125,10 @@ def plan(
     model: str | Path | None = None,
     assumed: Assumptions | None = None,
 ) -> PlanResult:
-    """Plan the stages of a model and estimate a training step on them, from headers alone.
+    """Plan the stages of a model and estimate a training step on them, from headers.
 
-    Of weights that are tied, and that files store twice, at most 3 MiB of each copy are read: they are two weights if
-    these differ.
+    Of a tied weight that files store twice, at most 3 MiB of each copy are read as well: they are two weights if these
+    differ.
 
     `source` is a Hugging Face folder, a manifest, `org/name@revision` on the hub, an object-store URL, or a
     config.json alone. `layout` is a SPEC as in docs/layouts.md (`pp=4`, a Megatron string, a file); without one, a

@@ -177,8 +177,8 @@ def _note_tokenizer(adapter: Adapter, checkpoint: Checkpoint) -> None:
         if not (name.startswith(unread) or _is_equal(file, present.get(name)))
     ]
     if differing:
-        text = "note: the output has the model's tokenizer, not %s of %s: copy those if it was trained with them"
-        logger.warning(text, ", ".join(differing), adapter.location)
+        text = "note: the output has the model's tokenizer; if %s was trained with its own %s, copy those files"
+        logger.warning(text, adapter.location, " and ".join(differing))
 
 
 def _is_equal(file: InputFile, other: InputFile | None) -> bool:

@@ -287,7 +287,7 @@ def plan_transfers(wanted: Mapping[int, Sequence[Wanted]]) -> tuple[Transfer, ..
 
 
 def waves_of(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
-    """Return transfers in waves, in their order: each is in the first after those of its ranks before it."""
+    """Return transfers in waves, in which no rank has two: each is in the first after the earlier ones of its ranks."""
     num_waves, waves = Counter[int](), list[list[Transfer]]()
     for transfer in transfers:
         number = max(num_waves[rank] for rank in transfer.ranks)

@@ -38,10 +38,10 @@ def read_run_times(
 ) -> MeasuredTimes:
     """Return the seconds of each module, from the traced steps of a run of this manifest, and of the rest of a step.
 
-    A stage's median time for a microbatch is divided among its modules by their FLOPs, as is the backward of all stages
-    of one rank, which is timed as a whole. `degrees` are those of the run, by default one rank for each stage, `link`
-    is that of `measure_link`, and `trained` has the numbers of parameters that the run trains, by default all;
-    `fixed_share` is that of `measure_fixed_share`.
+    A stage's median time for a microbatch is divided among its modules by their FLOPs. On a single pipeline rank, the
+    backward is timed as a whole, and divided among the modules of all stages. `degrees` are those of the run, by
+    default one rank for each stage, `link` is that of `measure_link`, and `trained` has the numbers of parameters that
+    the run trains, by default all; `fixed_share` is that of `measure_fixed_share`.
     """
     run = read_run(log_dir)
     if run.traces is None:

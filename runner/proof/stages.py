@@ -200,7 +200,7 @@ def run_loss(loss: Loss, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     except Exception as error:
         if not loss.is_own:
             raise
-        problem = f"fails in the self-check, which has random tokens and fields, on CPUs: {describe(error)}"
+        problem = f"fails in the self-check, which runs on CPUs with random tokens and fields: {describe(error)}"
         raise _wrong_loss(problem) from error
     return summed / loss.take_count()
 
@@ -210,12 +210,12 @@ def check_gradients(loss: Loss | None, gradients: Iterable[torch.Tensor]) -> Non
     if loss is None or not loss.is_own:
         return
     if not 0 < (largest := max(map(largest_of, gradients))) < math.inf:
-        kind = "gradients that are not finite" if largest else "no gradient but 0"
-        raise _wrong_loss(f"has {kind} in the self-check, of whose random tokens and fields it may count none")
+        kind = "gradients that are not finite" if largest else "no gradients but 0"
+        raise _wrong_loss(f"has {kind} in the self-check; it may count none of the random tokens and fields there")
 
 
 def _wrong_loss(problem: str) -> UsageError:
-    hint = "fix it, see docs/own-data.md; one that counts none of these tokens or needs a GPU requires --no-self-check"
+    hint = "fix it (docs/own-data.md); if it counts none of these tokens, or needs a GPU, use --no-self-check"
     return UsageError("--loss", problem, hint, code="options.loss")
 
 

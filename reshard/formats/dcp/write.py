@@ -100,7 +100,7 @@ class _Groups:
         self._of_fqn = GroupNumbers(optimizer.groups, checkpoint.shape.ties)
         rate = rate_of(checkpoint, trained)
         if not rate.peak and any(group.rate_factor is not None for group in optimizer.groups):
-            raise refuse_state(checkpoint, "expected a learning rate above 0, of which groups have multiples, found 0")
+            raise refuse_state(checkpoint, "expected a learning rate above 0, as groups have factors of it, found 0")
         for group in optimizer.groups:
             name = algorithm_of(group, optimizer)
             if name not in CLASSES:

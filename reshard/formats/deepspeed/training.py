@@ -94,7 +94,8 @@ def _group_numbers(
     assigned = [fqn for listed in members for fqn in listed]
     if sorted(assigned) != sorted(fqns.values()):
         problem = (
-            "groups of parameters differ in options or rates, and mp_rank files do not say which parameter is in which"
+            "groups of parameters differ in options or learning rates, and mp_rank files do not say which parameter is "
+            "in which"
         )
         raise bad_optimizer(where, problem)
     return {fqn: number for number, listed in enumerate(members) for fqn in listed}

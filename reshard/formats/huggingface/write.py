@@ -113,10 +113,7 @@ def _index_of(checkpoint: Checkpoint, shards: tuple[OutputShard, ...]) -> bytes 
 
 
 def with_config_for(checkpoint: Checkpoint, dtype: ExportDtype) -> Checkpoint:
-    """Update the config's dtype, if it has one, to the one that all parameters are cast to: readers rely on it.
-
-    And its ties, if it has others than the weights.
-    """
+    """Update a config, on which readers rely: its dtype to the one that all parameters are cast to, and its ties."""
     if dtype == "source":
         return checkpoint
     config = checkpoint.read_config()

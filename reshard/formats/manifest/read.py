@@ -147,9 +147,10 @@ def adapters_in(read: ReadManifest) -> dict[Holds, list[TensorAt]]:
 
 
 def _auxiliary_at(folder: Folder, listed: AuxiliaryFile) -> AuxiliaryAt:
-    """Return where an auxiliary file is; a model card without the section that `reshard push` has added.
+    """Return where an auxiliary file is.
 
-    And .gitattributes, which older versions list in the root, where packs of now have that of a source.
+    A model card is read without the section that `reshard push` adds. `.gitattributes`, which older versions list in
+    the root, is taken as a file of the source, as newer ones pack it.
     """
     file = folder.file(listed.path)
     if listed.path == MODEL_CARD_NAME and has_section(data := read_whole(file)):

@@ -63,7 +63,7 @@ def check_arguments(
             raise _other_model(f"{place}.{name}", "no such argument")
     for name, value in expected.items():
         if name in arguments and not _is_same(name, value, arguments[name], expected):
-            origin, hint = (f", as {config['model_type']} has", _CONVERT) if is_made else (" (config.json)", _USE_OWN)
+            origin, hint = (f" (as in {config['model_type']})", _CONVERT) if is_made else (" (config.json)", _USE_OWN)
             problem = f"expected {value}{origin}, found {str(arguments[name])[:80]}"
             raise _other_model(f"{place}.{name}", problem, hint)
     for name, values in _WITHOUT_EFFECT.items():

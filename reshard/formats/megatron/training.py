@@ -153,8 +153,8 @@ def _group_numbers(
     is_known = all(replace(main, weight_decay=0.0) == group for group in bare) and len(apart) < 2
     is_known = is_known and all(saved[alike[group]].get("wd_mult") == 0 for group in bare)
     if not is_known or any(replace(group, rate_factor=main.rate_factor) != main for group in apart):
-        shown = ", ".join(f"{group.weight_decay:g} at {group.rate_factor}" for group in (*alike, *apart))
-        problem = f"expected one weight decay and rate but for 1-D parameters and --decoupled-lr, found {shown}"
+        shown = ", ".join(f"decay {group.weight_decay:g} at rate {group.rate_factor}" for group in (*alike, *apart))
+        problem = f"expected one weight decay and rate, except of 1-D parameters and for --decoupled-lr, found {shown}"
         raise bad_optimizer(f"{place}: param_groups", problem)
     if bare and (std := arguments.get("embedding_init_method_std")) is not None:
         problem = "found no group of the embedding, which some releases decay and others do not"

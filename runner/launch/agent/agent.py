@@ -155,8 +155,8 @@ def _at_most_twice(
 ) -> Callable[[int, FrameType | None], None]:
     """Pass on two signals: torchrun then waits for its ranks, and would leave them at a third one, while they save.
 
-    They are noted, in a thread: a disk that hangs keeps no signal. A SIGHUP that is ignored so far, as below nohup, is
-    not passed on.
+    `note` runs in a thread, so that a disk that hangs does not delay the signal. A SIGHUP that is ignored so far, as
+    below nohup, is not passed on.
     """
     counted, ignores_hangup = itertools.count(1), signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 

@@ -136,7 +136,7 @@ def test_tokenizer_of_an_adapter_that_is_not_the_model_s_is_noted(
         caplog.clear()
         run(*command, "--out", tmp_path / command[0])
         (note,) = caplog.messages
-        assert f" chat_template.jinja, tokenizer_config.json of {adapter}: " in note
+        assert f" {adapter} was trained with its own chat_template.jinja and tokenizer_config.json, " in note
         assert (tmp_path / command[0] / "tokenizer_config.json").read_text() == "{}"
 
 
