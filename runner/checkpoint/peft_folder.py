@@ -115,6 +115,8 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
     """
     path = folder / PEFT_WEIGHTS
     try:
+        with open(path, "rb") as stream:  # first: a mapping raises SIGBUS, and safetensors no errno
+            digest = digest_pieces(iter(partial(stream.read, 1 << 20), b""))
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             parents = metadata.get(BASE_PARENTS, "").split()
@@ -133,8 +135,7 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             for piece in pieces:
                 piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[piece.part.index])
-        with open(path, "rb") as stream:
-            return digest_pieces(iter(partial(stream.read, 1 << 20), b""))
+        return digest
     except (OSError, SafetensorError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # those of safetensors have none
             raise refused_by_system(str(path), error, code="source.bad-adapter") from error

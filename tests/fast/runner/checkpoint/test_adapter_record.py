@@ -121,7 +121,11 @@ def test_peft_folder_on_a_disk_that_fails_is_one_that_a_restart_may_read(
     def refused(path: Path, mode: str) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
+    def refused_without_errno(path: Path, framework: str) -> None:
+        raise FileNotFoundError(f"No such file or directory: {path}")
+
     monkeypatch.setattr(peft_folder, "open", refused, raising=False)
+    monkeypatch.setattr(peft_folder, "safe_open", refused_without_errno)  # as safetensors says of any such error
     with pytest.raises(UserError) as error:
         read_peft(tmp_path, adapters, (), None)
     assert (error.value.code, code_of(error.value)) == ("source.bad-adapter", code)
