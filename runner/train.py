@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from manifests.errors import UserError
+from manifests.invariants import MANIFEST_NAME
 from manifests.models.adapters import PEFT_WEIGHTS
 from manifests.models.combinations import check_combination
 from manifests.optimizer_state import stored_kinds
@@ -68,6 +69,7 @@ from runner.steps import evaluate, train_steps
 from runner.tensors.local_shard import FLAG_DTYPES
 from runner.training.ties import check_equal
 from stores.address import is_url
+from stores.folders.probe import can_link
 from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
@@ -236,8 +238,9 @@ def check_writes(ready: Ready, world: World, checks: Checks) -> None:
 def _checkpoint_nbytes(ready: Ready, before: Path | None) -> int:
     """Return the bytes that this rank's next checkpoint takes: shards of frozen weights may be links to one before."""
     state, trained = ready.held_state(), ready.save_context.trained
-    linked_nbytes = 0 if trained is None else Before.read(before, state).linked_nbytes(state, frozenset(trained))
-    return nbytes_of(state) - linked_nbytes
+    if trained is None or before is None or not can_link(before / MANIFEST_NAME, before.parent):
+        return nbytes_of(state)
+    return nbytes_of(state) - Before.read(before, state).linked_nbytes(state, frozenset(trained))
 
 
 def _find_before(ready: Ready) -> Path | None:

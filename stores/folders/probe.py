@@ -63,6 +63,19 @@ def check_writable(
         raise OutputError(where, error.problem, error.hint, code="output.cannot-replace") from error
 
 
+def can_link(file: Path, folder: Path) -> bool:
+    """Return whether a folder can contain a hard link to a file; nothing is left behind."""
+    try:
+        probe = Path(tempfile.mkdtemp(prefix=_prefix(), dir=folder))
+        try:
+            os.link(file, probe / "link")
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+    except OSError:
+        return False
+    return True
+
+
 def check_new_file(path: Path, flag: str, *, force: bool) -> None:
     """Check that a file can be written at `path` later, without replacing one unless `force`."""
     if not path.parent.is_dir():

@@ -170,7 +170,7 @@ def test_checkpoint_that_this_user_may_not_read_is_not_passed_over_for_an_older_
 def test_run_that_resumes_needs_no_room_for_frozen_weights_which_its_checkpoints_share(
     packed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint whose shards have frozen and trained weights shares none of them."""
+    """A checkpoint whose shards have frozen and trained weights shares none of them, nor does a disk without links."""
     history, world = packed.with_name("history"), World(rank=0, local_rank=0, size=1)
     ready = start(packed, flags=("--no-self-check", "--checkpoint", str(history), "--train-only", "lm_head"))
     (weights,) = (kinds[WEIGHTS] for kinds in ready.held_weights().values())
@@ -187,6 +187,11 @@ def test_run_that_resumes_needs_no_room_for_frozen_weights_which_its_checkpoints
         with pytest.raises(InputError) as error:
             check_writes(changed, world, {})
         assert error.value.code == "output.disk-full"
+    monkeypatch.setattr(os, "link", lambda *_: os.stat("/nowhere"))
+    with pytest.raises(InputError) as error:
+        check_writes(resumed, world, {})
+    assert error.value.code == "output.disk-full"
+    assert not list(history.glob(".probe-*"))
 
 
 def test_what_a_killed_run_has_not_pruned_is_pruned_before_the_room_for_another_checkpoint_is_checked(
