@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -24,11 +24,14 @@ def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
     return derive(tensor, dtype, f"as {dtype}", (tensor,), partial(cast_blocks, tensor, dtype))
 
 
-def have_equal_samples(first: TensorAt, second: TensorAt, dtype: str) -> bool:
+def have_equal_samples(
+    first: TensorAt, second: TensorAt, dtype: str, progress: Callable[[int], object] = lambda nbytes: None
+) -> bool:
     """Return whether two tensors have one shape, and equal values at the start, in the middle and at the end.
 
     Values of different floating dtypes are compared in `dtype`. At most 1 MiB of each tensor is read at a place, and
-    nothing where both have digests. A derived tensor, such as a strided one, is read whole.
+    nothing where both have digests. A derived tensor, such as a strided one, is read whole. `progress` is called with
+    the bytes that are read.
     """
     kinds = {first.dtype, second.dtype}
     if first.shape != second.shape or not (len(kinds) == 1 or kinds <= FLOATS):
@@ -40,11 +43,15 @@ def have_equal_samples(first: TensorAt, second: TensorAt, dtype: str) -> bool:
         count = STEP_NBYTES // max(1, *(DTYPE_BITS[kind] // 8 for kind in kinds))
         pairs = zip(_samples(first, count), _samples(second, count), strict=True)
     try:
-        return all(have_equal_bytes(cast_tensor(one, common), cast_tensor(other, common)) for one, other in pairs)
+        for one, other in pairs:
+            progress(0 if have_digests else one.nbytes + other.nbytes)
+            if not have_equal_bytes(cast_tensor(one, common), cast_tensor(other, common)):
+                return False
     except SourceError as error:
         if error.code != WOULD_OVERFLOW:
             raise
         return False
+    return True
 
 
 def _samples(tensor: TensorAt, count: int) -> Iterator[TensorAt]:

@@ -22,6 +22,7 @@ from reshard.formats.huggingface.read import no_config
 from reshard.formats.table import CheckOptions
 from reshard.formatting import count_of, find_missing, some
 from reshard.tensors.comparison import Contents, Findings, compare_with_shape, stored_in, without_absent
+from reshard.transforms.casts import have_equal_samples
 from stores.base import Folder, read_config, read_whole
 from stores.bundles import TensorAt
 
@@ -84,9 +85,9 @@ def _check_model(
             _report_gaps(folder, weights, config, findings)
         else:
             _report_coverage(folder, weights, shape, findings)
-    # What a class ties by default is untied where the values differ, and nobody said otherwise.
-    if shape is not None and (says_tied(config) or description is not None):
-        _report_ties(weights, shape, findings, progress)
+    if shape is not None:
+        is_default = not says_tied(config) and description is None
+        _report_ties(weights, shape, findings, progress, is_default=is_default)
     if TOKENIZER_NAME in files:
         _report_vocabulary(folder, weights, findings)
 
@@ -175,23 +176,31 @@ def _numbered(names: Mapping[str, object]) -> Iterator[tuple[str, set[int]]]:
     yield from sorted(places.items())
 
 
-def _report_ties(weights: Weights, shape: ModelShape, findings: Findings, progress: ByteCounter) -> None:
-    """Report tied weights that are stored several times with different bytes."""
+def _report_ties(
+    weights: Weights, shape: ModelShape, findings: Findings, progress: ByteCounter, *, is_default: bool
+) -> None:
+    """Report tied weights that are stored several times with different bytes.
+
+    What a class ties by default is two weights if samples differ, as when a folder is opened (docs/adr/0051).
+    """
     tensors = {shape.fqn_of(name): tensor for name, tensor in weights.tensors.items()}
     for group in shape.ties:
         stored = [tensors[fqn] for fqn in group if fqn in tensors]
         places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
         if len({(tensor.dtype, tensor.shape) for tensor in stored}) != 1 or len(places) < 2:
             continue  # one copy, or shapes that were reported
+        first, *others = stored
         try:
+            if is_default and not all(have_equal_samples(first, other, first.dtype, progress) for other in others):
+                continue
             digests = hash_tensors([replace(tensor, blake3=None) for tensor in stored], progress)
         except (UserError, OSError):
             continue  # damage is reported where the file is read
         if len(set(digests)) > 1:
-            first, other = stored[0], stored[1]
+            authority = shape.architecture if is_default else CONFIG_NAME
             findings.add(
-                other.place,
-                f"is tied to {first.name} by {CONFIG_NAME}, and is stored with other values",
+                others[0].place,
+                f"is tied to {first.name} by {authority}, and is stored with other values",
                 "set tie_word_embeddings to false if the two are meant to differ; else save the model again",
                 code="check.tied-copy",
             )

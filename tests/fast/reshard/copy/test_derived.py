@@ -115,8 +115,9 @@ def test_of_two_remote_tensors_three_samples_are_read_until_two_differ(
         data[position] = 1
     files = Remote(bytes(NBYTES), server), Remote(b"\0" + data, server)
     first, second = [TensorAt("head", "F32", (NBYTES // 4,), file, begin, NBYTES) for begin, file in enumerate(files)]
-    assert have_equal_samples(first, second, "F32") == is_equal
-    assert server.nbytes == 2 * num_samples * STEP_NBYTES
+    counted: list[int] = []
+    assert have_equal_samples(first, second, "F32", counted.append) == is_equal
+    assert server.nbytes == sum(counted) == 2 * num_samples * STEP_NBYTES
 
 
 def test_samples_in_two_dtypes_are_of_the_same_values() -> None:

@@ -160,17 +160,27 @@ def test_config_that_an_export_writes_does_not_tie_two_weights(form: str, tmp_pa
     assert (other.ties, other.model) == ((), one.model)
 
 
-def test_tied_copies_that_differ_outside_of_the_samples_are_refused_by_pack_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_default", [False, True])
+def test_tied_copies_that_differ_outside_of_the_samples_are_refused_by_pack_and_reported_by_check(
+    is_default: bool, tmp_path: Path
+) -> None:
     """A plan of a model on the hub does not download its embedding, which `pack` reads in any case."""
     embedding = random_tensors(llama_config(vocab_size=1 << 17))[EMBEDDING]
     data = bytearray(embedding.data)
     assert len(data) == 4 << 20
     data[5 << 18] ^= 1
-    source = write_with_head(tmp_path / "source", replace(embedding, data=bytes(data)), vocab_size=1 << 17)
+    of_class = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"} if is_default else {}
+    head = replace(embedding, data=bytes(data))
+    source = write_with_head(tmp_path / "source", head, vocab_size=1 << 17, **of_class)
+    config = json.loads((source / "config.json").read_text())
+    if is_default:
+        del config["tie_word_embeddings"]
+        (source / "config.json").write_text(json.dumps(config))
     planned = run("plan", source, "--layout", "pp=2", "--json").json
     assert (len(planned["ties"]), planned["untied"]) == (1, [])
     assert refused(source)[0] == ("source.tied-values-differ", "SOURCE/model.safetensors")
-    config = json.loads((source / "config.json").read_text())
+    problems = reshard("check", source, "--json").json["problems"]
+    assert [problem["code"] for problem in problems] == ["check.tied-copy"]
     (source / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     assert open_manifest(pack(source, tmp_path / "out")).manifest.ties == ()
 
