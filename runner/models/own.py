@@ -147,7 +147,7 @@ class NamedFamily:
         beside, sizes = {name for name in self.modules if not is_layer(name)}, (self.vocab_size, self.hidden_size)
         of_both = (name for name, dims in self._tensors.items() if dims == sizes and module_of(name, beside))
         head = f"{self.modules[-1]}.weight"
-        vocab_size, hidden_size = tensors[head if head in tensors else next(of_both, head)]
+        vocab_size, hidden_size = tensors[head if len(tensors.get(head, ())) == 2 else next(of_both, head)]
         small = replace(self._request, tensors=tensors, vocab_size=vocab_size, hidden_size=hidden_size)
         return NamedFamily(
             small, self._make_tiny, hands_on_trees=self.hands_on_trees, row_inputs=self.row_inputs,

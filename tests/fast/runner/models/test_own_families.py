@@ -285,10 +285,16 @@ def test_a_forward_that_returns_a_dict_is_refused_by_its_class(wraps: str, wordi
     wording(str(caught.value).replace(__name__, "MODULE"))
 
 
-@pytest.mark.parametrize("config", [{"vocab_size": 16}, {}])
-def test_vocabulary_with_a_head_of_several_matrices_is_that_of_config_or_embedding(config: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("config", "has_vector"), [({"vocab_size": 16}, False), ({}, False), ({}, True)])
+def test_vocabulary_with_a_head_of_several_matrices_is_that_of_config_or_embedding(
+    config: dict[str, Any], has_vector: bool
+) -> None:
+    """Such a head may have a vector called `weight` as well."""
+
     def make(modules: tuple[str, ...], width: int = 8, vocab_size: int = 16) -> nn.Module:
         head = nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Linear(2 * width, vocab_size))
+        if has_vector:
+            head.register_parameter("weight", nn.Parameter(torch.ones(vocab_size)))
         layers = nn.ModuleDict({"0": nn.Linear(width, width, bias=False)})
         return nn.ModuleDict({"layers": layers, "embed": nn.Embedding(vocab_size, width), "head": head})
 
