@@ -4,8 +4,9 @@
 SIGUSR2, SIGTERM, SIGINT and SIGHUP ask a run that saves checkpoints to stop. Ranks receive them at different times,
 and torchrun forwards them again: a signal only sets a flag, which is reduced with the totals of every step, so that
 all ranks stop after the same one. torchrun also sends SIGTERM to the remaining ranks when one has exited; then no step
-ends, and the watchdog soon ends the rank, unless the agent was asked to stop: a step may be slow. Python runs no signal
-handler while a collective waits, so a separate thread listens.
+ends, and the watchdog soon ends the rank, unless the agent was asked to stop the whole job: a step may be slow. A rank
+that is killed then leaves no report, and the others of its node wait for --timeout. Python runs no signal handler while
+a collective waits, so a separate thread listens.
 
 # Note [Flight recorder]
 torch keeps the last collectives of each rank in memory. It dumps them when NCCL times out, but not for gloo, nor when a

@@ -41,7 +41,7 @@ logger = logging.getLogger("runner")
 Origin = Literal["node", "store"]
 Groups = Mapping[tuple[int, ...], dist.ProcessGroup]
 _ROUND_NBYTES = 16 << 20  # of a broadcast; one more byte says whether the sender could read them
-_SPARE_S = 10.0  # by which groups time out later than disks: one that does not answer is the error
+_SPARE_S = 10.0  # groups time out later than a disk, so that the error is about the disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

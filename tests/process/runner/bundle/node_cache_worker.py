@@ -33,10 +33,10 @@ def main(packed: Path, place: Path, case: str) -> None:
     opened = open_packed(packed)
     modules = {module for stage in opened.manifest.stages for module in stage.modules}
     folder = CacheFolder(path=place / case / f"node{world.rank}", limit_s=3 if case in ("busy", "hangs") else 30)
-    if case == "lost" and world.rank == 0:  # between the agreement and the first round
+    if case == "lost" and world.rank == 0:  # after the exchange of what each has, before the first round
         send = local_cache.send
         local_cache.send = lambda path, *rest: send(path.with_name("absent"), *rest)
-    if case == "hangs":
+    if case == "hangs" and world.rank == 0:
         local_cache._read_round = lambda *of_round: threading.Event().wait()
     if case == "busy":  # the last rank needs the last shard alone, and waits for those that send each other the first
         modules = set(opened.manifest.stages[-1].modules) if world.rank == world.size - 1 else modules
