@@ -102,7 +102,7 @@ def _decide_after_loss(end: AttemptEnd) -> Decision:
     """Restart after a lost rank, while restarts are left and checkpoints advance."""
     step = end.newest_step()
     if end.attempt and not end.has_saved():
-        newest = {0: "there is none", None: "they cannot be listed"}.get(step, f"the newest: step {step}")
+        newest = {0: "there is none", None: "the newest is unknown"}.get(step, f"the newest: step {step}")
         why = f"no checkpoint since the last restart ({newest}): a restart would fail the same way"
         return GiveUp(code=end.code, why=why)
     if end.attempt < end.restarts:

@@ -98,6 +98,7 @@ TABLE = {
         GiveUp(code=LOST, why=""),
     ),
     "lost another before any checkpoint": (end(attempt=1, newest_step=0, has_saved=False), GiveUp(code=LOST, why="")),
+    "lost another, the newest unknown": (end(attempt=1, newest_step=None, has_saved=False), GiveUp(code=LOST, why="")),
     "lost the last": (end(attempt=3, newest_step=5, has_saved=True),
                       GiveUp(code=LOST, why="")),
     "lost the last, checkpoints unknown": (
