@@ -106,7 +106,7 @@ def end_at_signals(
     """
     ending = threading.RLock()
 
-    def end(number: int, frame: FrameType | None = None) -> None:
+    def end(number: int, frame: FrameType | None) -> None:
         if not ending.acquire(timeout=_SOON_S):  # the other thread ends the process
             return
         with contextlib.suppress(Exception):
@@ -118,7 +118,7 @@ def end_at_signals(
         while arrived := os.read(reader, 64):
             for number in arrived:
                 if signal.getsignal(number) is end:
-                    end(number)
+                    end(number, None)
 
     _handle(end, numbers)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)

@@ -151,8 +151,8 @@ def _load(name: str) -> Loss:
         raise UsageError(f"--loss {name}", problem, "docs/own-data.md shows one", code="options.loss")
     if isinstance(function, nn.Module) and any(weight.requires_grad for weight in function.parameters()):
         problem = "has parameters that require gradients, which no optimizer would step and no checkpoint would have"
-        hint = "make them buffers, or call requires_grad_(False)"
-        raise UsageError(f"--loss {name}", problem, hint, code="options.loss")
+        advice = "make them buffers, or call requires_grad_(False)"
+        raise UsageError(f"--loss {name}", problem, advice, code="options.loss")
     parameters = inspect.signature(code).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
     try:
