@@ -229,7 +229,7 @@ def test_two_stored_copies_of_a_tied_weight_that_differ_have_spans_of_their_own(
     config = llama_config(tie_word_embeddings=True)
     tensors = random_tensors(config | {"tie_word_embeddings": False})
     write_model(source, config, tensors)
-    run("pack", source, "--layout", "pp=2", "--virtual", "--out", out)
+    run("pack", source, "--layout", "pp=2", "--virtual", "--out", out, "--quiet")
     manifest = open_manifest(out).manifest
     assert (manifest.ties, sum(stage.num_tensors for stage in manifest.stages)) == ((), len(tensors))
     run("verify", out, "--against", source)
