@@ -297,6 +297,7 @@ def _run_self_check(
     has_documents = options.data.document_mask
     # Which architectures can keep documents apart or split rows is not listed: that is always checked.
     if isinstance(family, SelfChecked) and (options.self_check or has_documents or mesh.degrees.context > 1):
+        is_of_loss = options.self_check or mesh.degrees.context > 1 or options.loss.entry_point is None
         run = Combination(
             family=family,
             stages=Stages.of(launched),
@@ -304,8 +305,8 @@ def _run_self_check(
             degrees=mesh.degrees,
             options=options,
             has_documents=has_documents,
-            # What is always checked does not depend on the loss, and one of another package may fail there.
-            loss=loss if options.self_check or options.loss.entry_point is None else None,
+            # Documents are kept apart whatever the loss is, which may fail there if it is of another package.
+            loss=loss if is_of_loss else None,
         )
         plan = options.optim.plan
         assert plan is not None, "made of what the checkpoint stores and the flags"

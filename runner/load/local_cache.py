@@ -166,8 +166,7 @@ class LocalCache:
 
     def _exchange(self, transfers: Sequence[Transfer], report: CacheReport) -> CacheReport:
         """Send and receive shards, one at a time on each rank. Every rank calls this, and all raise if one fails."""
-        own_transfers = [transfer for transfer in transfers if self._world.rank in transfer.ranks]
-        groups = open_groups(own_transfers, self._folder.limit_s + _SPARE_S)
+        groups = open_groups(transfers, self._world.rank, self._folder.limit_s + _SPARE_S)
         copied = Counter[Origin]()
         for wave in waves_of(transfers):
             transfer = next((transfer for transfer in wave if self._world.rank in transfer.ranks), None)
@@ -299,13 +298,15 @@ def waves_of(transfers: Iterable[Transfer]) -> list[list[Transfer]]:
     return waves
 
 
-def open_groups(transfers: Iterable[Transfer], timeout_s: float) -> Groups:
-    """Open a gloo group for each set of ranks of this rank's transfers, by the set. Only their ranks take part."""
-    sets = sorted({transfer.ranks for transfer in transfers})  # in one order on all ranks: sets overlap
+def open_groups(transfers: Iterable[Transfer], rank: int, timeout_s: float) -> Groups:
+    """Open a gloo group for each set of ranks, by the set, and return those of this rank. Every rank calls this.
+
+    With `use_local_synchronization`, torch 2.13 names a group by how many its rank has, which differs between ranks.
+    """
+    sets = sorted({transfer.ranks for transfer in transfers})
     timeout = timedelta(seconds=timeout_s)
-    return {
-        ranks: dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True) for ranks in sets
-    }
+    groups = {ranks: dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in sets}
+    return {ranks: group for ranks, group in groups.items() if rank in ranks}
 
 
 def send(path: Path, shard: Shard, group: dist.ProcessGroup, beat: Callable[[], None]) -> None:

@@ -40,7 +40,7 @@ def main(packed: Path, place: Path, case: str) -> None:
         local_cache._read_round = lambda *of_round: threading.Event().wait()
     if case == "busy":  # the last rank needs the last shard alone, and waits for those that send each other the first
         modules = set(opened.manifest.stages[-1].modules) if world.rank == world.size - 1 else modules
-        read, local_cache._ROUND_NBYTES = local_cache._read_round, opened.manifest.shards[0].nbytes // 8 + 1
+        read, local_cache._ROUND_NBYTES = local_cache._read_round, next(opened.manifest.shards).nbytes // 8 + 1
         local_cache._read_round = lambda *of_round: time.sleep(0.5) or read(*of_round)
     node = replace(world, local_rank=0, local_size=1)
     try:
