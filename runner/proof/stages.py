@@ -215,7 +215,7 @@ def check_gradients(loss: Loss | None, gradients: Iterable[torch.Tensor]) -> Non
 
 
 def _wrong_loss(problem: str) -> UsageError:
-    hint = "fix it (docs/own-data.md); if it counts none of these tokens, or needs a GPU, use --no-self-check, without --cp"
+    hint = "fix it (docs/own-data.md); if it counts none of these tokens, or needs a GPU: --no-self-check and no --cp"
     return UsageError("--loss", problem, hint, code="options.loss")
 
 
