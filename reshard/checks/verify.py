@@ -111,7 +111,7 @@ def verify(
     options = VerifyOptions(
         public_key=None if public_key is None else Path(public_key),
         quick=quick,
-        against=None if against is None else open_source(str(against), description=read.manifest.model.description),
+        against=None if against is None else _open_against(str(against), read),
         stages=None if stages is None else _indices(stages),
     )
     return verify_manifest(read, options, counting(progress, _nbytes_to_read(read.manifest, options)))
@@ -129,8 +129,7 @@ def verify_manifest(
     signature = None if options.public_key is None else check_signature(read, options.public_key)
     stages, dropped = _choose(manifest, options.stages), tuple[str, ...]()
     if options.against is not None:
-        with suppress(InputError):  # reported at the end, if nothing else is
-            dropped = tuple(map(options.against.shape.fqn_of, describe(read).record.dropped))
+        dropped = tuple(map(options.against.shape.fqn_of, _dropped(read)))
     bundles = Bundles(manifest, read.folder)
     findings, of_index, of_source = Findings(), Findings(), Findings()
     index = read_index(manifest, read.folder, of_index)
@@ -167,6 +166,24 @@ def verify_manifest(
         differences=tuple(findings),
         signature=signature,
     )
+
+
+def _open_against(source: str, read: ReadManifest) -> Checkpoint:
+    """Open a source without the tensors that packing dropped, which its model may lack."""
+    description = read.manifest.model.description
+    if dropped := _dropped(read):
+        try:
+            return open_source(source, frozenset(dropped), description)
+        except InputError as error:  # of an export or a manifest, or a model that needs them
+            if error.code not in ("options.unknown-drop", "options.drop-from-manifest", "source.missing-tensor"):
+                raise
+    return open_source(source, description=description)
+
+
+def _dropped(read: ReadManifest) -> tuple[str, ...]:
+    with suppress(InputError):  # reported at the end, if nothing else is
+        return describe(read).record.dropped
+    return ()
 
 
 def check_packed(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:

@@ -248,6 +248,7 @@ def test_tensor_that_the_class_lacks_is_dropped_by_the_name_that_its_refusal_has
     assert (error["code"], error["hint"].endswith(" ".join(drop))) == ("source.unknown-tensor", True)
     pack(source, packed, "pp=2", *drop)
     assert json.loads((packed / "source.json").read_text())["dropped"] == ["h.0.odd.weight"]
+    run("verify", packed, "--against", source, "--quiet")
 
 
 def test_tensors_without_their_shapes_are_refused() -> None:

@@ -200,6 +200,22 @@ def test_tensors_that_were_dropped_are_not_missed(tmp_path: Path) -> None:
     assert reshard("verify", tmp_path / "out", "--against", tmp_path / "source").code == 0
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.side.weight", "lm_head.weight"])
+def test_source_with_tensors_that_were_dropped_is_compared_without_them(name: str, tmp_path: Path) -> None:
+    """A model that has no such tensor, and one whose head is dropped for the embedding."""
+    source, out, exported = (tmp_path / name for name in ("source", "out", "exported"))
+    config = llama_config(tie_word_embeddings=True)
+    tensors = random_tensors(config) | {name: random_tensors(llama_config())["lm_head.weight"]}
+    write_model(source, config, tensors)
+    pack(source, out, "pp=2", "--drop", name)
+    reshard("export", out, "--to", "hf", "--out", exported)
+    for against in (source, exported, out):
+        assert reshard("verify", out, "--against", against).code == 0
+    write_model(source, config, tensors | {UP: replace(tensors[UP], data=bytes(len(tensors[UP].data)))})
+    ended = reshard("verify", out, "--against", source, "--json")
+    assert (ended.code, [UP in found["where"] for found in ended.json["differences"]]) == (4, [True])
+
+
 def test_tied_copy_of_the_source_that_is_stored_under_another_name_is_compared(tmp_path: Path) -> None:
     config = llama_config(tie_word_embeddings=True)
     tied = write_model(tmp_path / "source", config)
