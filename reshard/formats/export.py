@@ -47,6 +47,7 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights,
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
+from reshard.transforms.casts import check_stored_ties
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in, with_config
 from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, output_address, place_of
@@ -93,6 +94,7 @@ def export(
     Raises:
         ManifestError, ShardError: the manifest or a bundle is damaged.
         OutputError: `out` exists (`output.exists`), cannot be written, or is where the model came from.
+        SourceError: a version of a chain has different copies of a tied weight, and the format has one for both.
         UsageError: `out` is inside what is read, or weights cannot be cast.
 
     Example:
@@ -143,6 +145,8 @@ def export(
         checkpoint = quantize_like_source(checkpoint)
     checkpoint = forget_source(checkpoint)
     if to != "hf":
+        if checkpoint.manifest is None:
+            check_stored_ties(checkpoint, can_drop=False)
         _check_dtypes(checkpoint)
         if checkpoint.untied:  # who reads other formats goes by the config
             checkpoint = with_config(checkpoint, checkpoint.read_config(), "without ties")

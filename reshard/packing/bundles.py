@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 from manifests import __version__
 from manifests.codec import encode_manifest
-from manifests.errors import InputError, Parameter, SourceError, UsageError
+from manifests.errors import InputError, Parameter, UsageError
 from manifests.index import INDEX_NAME, encode_index
 from manifests.invariants import MANIFEST_NAME, SOURCE_NAME, check_manifest
 from manifests.schema import AuxiliaryFile, Layout, Manifest, Model, OriginalFile, Shard, Span, Stage, Virtual
 from reshard.copy.destination import FolderTarget, Target, check_unchanged, copy_files, open_target
-from reshard.copy.engine import WrittenShard, hash_tensors
+from reshard.copy.engine import WrittenShard
 from reshard.formatting import parse_numbers
 from reshard.packing.hub_sha256 import HubCheck
 from reshard.packing.options import PackOptions, PackResult
@@ -25,6 +25,7 @@ from reshard.tensors.checkpoint import Checkpoint, OriginalFiles
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX, encode_record
+from reshard.transforms.casts import check_stored_ties
 from stores.base import Range, merge_ranges
 
 
@@ -67,23 +68,6 @@ def _index_of(shards: Sequence[OutputShard]) -> MemoryFile:
     weights = {shard.path: [origin.name for origin in shard.origins] for shard in indexed}
     total = sum(origin.nbytes for shard in indexed for origin in shard.origins)
     return MemoryFile(INDEX_NAME, encode_index(weights, total))
-
-
-def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:
-    """Refuse a source that stores a tied weight twice with different bytes or dtypes: one of them would be lost."""
-    for group in checkpoint.shape.ties:
-        stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
-        kinds = {tensor.dtype for tensor in stored}
-        places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
-        if len(places) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
-            how = "in different dtypes" if len(kinds) > 1 else "with different values"
-            drop = f", or pass {Parameter('drop', [stored[-1].name])}" if can_drop else ""
-            raise SourceError(
-                str(stored[0].file),
-                f"the config ties {' and '.join(group)}, but the files store them {how}",
-                f"set tie_word_embeddings to false to keep both{drop}",
-                code="source.tied-values-differ",
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from reshard.formats.auxiliary import with_source_files
 from reshard.formats.export import check_export_to
 from reshard.formats.open import open_source
 from reshard.formats.table import HUGGINGFACE, ExportOptions
-from reshard.packing.bundles import check_stored_ties
 from reshard.transforms.adapters import merge_adapters
+from reshard.transforms.casts import check_stored_ties
 from reshard.transforms.quantize import forget_source, is_scale
 from stores.address import output_address
 from stores.direct_io import Io

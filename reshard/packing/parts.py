@@ -30,12 +30,13 @@ from manifests.store import read_small_file
 from reshard.copy.destination import check_unchanged, open_target
 from reshard.copy.engine import WriteOptions, WrittenShard
 from reshard.copy.journal import plan_key
-from reshard.packing.bundles import Written, build_manifest, check_stored_ties, copy_auxiliary_files, refer_to_others
+from reshard.packing.bundles import Written, build_manifest, copy_auxiliary_files, refer_to_others
 from reshard.packing.options import PackOptions, PackResult, Part, shards_of_part
 from reshard.packing.parts_place import OF_PART, BucketParts, FileFacts, FolderParts, Merged, PartsPlace
 from reshard.plans.pack_plan import OutputShard, PackPlan
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.checksums import verify_records
+from reshard.transforms.casts import check_stored_ties
 from stores.address import is_url, output_address
 from stores.base import PART_NAME
 from stores.open import Address

@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import partial
 from math import prod
 
-from manifests.errors import SourceError
+from manifests.errors import Parameter, SourceError
 from manifests.safetensors import DTYPE_BITS
+from reshard.copy.engine import hash_tensors
+from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import STEP_NBYTES, WOULD_OVERFLOW, DerivedFile, derive, have_equal_bytes
 from stores.bundles import TensorAt
 
@@ -61,3 +63,20 @@ def _samples(tensor: TensorAt, count: int) -> Iterator[TensorAt]:
     for first in sorted({0, (total - count) // 16 * 8, total - count}):  # of 8, as some dtypes have 4 or 6 bits
         begin, nbytes = tensor.begin + first * bits // 8, count * bits // 8
         yield replace(tensor, shape=(count,), begin=begin, nbytes=nbytes, blake3=None)
+
+
+def check_stored_ties(checkpoint: Checkpoint, *, can_drop: bool = True) -> None:
+    """Refuse a source that stores a tied weight twice with different bytes or dtypes: one of them would be lost."""
+    for group in checkpoint.shape.ties:
+        stored = [checkpoint.tensors[fqn] for fqn in group if fqn in checkpoint.tensors]
+        kinds = {tensor.dtype for tensor in stored}
+        places = {(tensor.file, tensor.begin) for tensor in stored}  # one, of names that torch.save wrote
+        if len(places) > 1 and (len(kinds) > 1 or len(set(hash_tensors(stored))) > 1):
+            how = "in different dtypes" if len(kinds) > 1 else "with different values"
+            drop = f", or pass {Parameter('drop', [stored[-1].name])}" if can_drop else ""
+            raise SourceError(
+                str(stored[0].file),
+                f"the config ties {' and '.join(group)}, but the files store them {how}",
+                f"set tie_word_embeddings to false to keep both{drop}",
+                code="source.tied-values-differ",
+            )

@@ -28,6 +28,8 @@ from reshard.delta.apply import apply_delta
 from reshard.formats.delta.chain import Chain, Version, open_chain
 from reshard.transforms.arithmetic import Changes
 from tests.builders import (
+    EMBEDDING,
+    HEAD,
     INDEX,
     Tensor,
     edit_manifest,
@@ -553,6 +555,22 @@ def test_optional_modules_of_a_version_can_be_dropped(tmp_path: Path) -> None:
         rest = {fqn: tensor.data for fqn, tensor in state.items() if not fqn.startswith(f"{module}.")}
         assert weights_in(out) == rest != bytes_of(state)
         run("verify", out, "--against", at)
+
+
+@pytest.mark.parametrize("form", ["dcp", "deepspeed", "universal", "megatron"])
+def test_version_with_two_copies_of_a_tied_weight_is_exported_where_no_value_is_lost(form: str, tmp_path: Path) -> None:
+    config, chain = llama_config(tie_word_embeddings=True, dtype="bfloat16"), tmp_path / "chain"
+    tensors = random_tensors(config)
+    head = tensors[EMBEDDING]
+    for number, data in enumerate((head.data, head.data[:-1] + b"\0"), start=1):
+        write_model(tmp_path / f"v{number}", config, tensors | {HEAD: replace(head, data=data)})
+        reshard.publish_delta(tmp_path / f"v{number}", chain)
+    run("export", f"{chain}@1", "--to", form, "--out", tmp_path / "equal")
+    lost = refusal("export", f"{chain}@2", "--to", form, "--out", tmp_path / "lost")
+    assert lost.found[:2] == (3, "source.tied-values-differ")
+    assert not (tmp_path / "lost").exists()
+    run("export", f"{chain}@2", "--to", "hf", "--out", tmp_path / "both")
+    assert weights_in(tmp_path / "both") == weights_in(tmp_path / "v2")
 
 
 def test_folder_of_a_model_does_not_become_a_chain(chain: Path, tmp_path: Path) -> None:
