@@ -149,7 +149,7 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
 
     Raises:
         UsageError: `keep` is not a positive number.
-        LaunchError: another process publishes to the chain.
+        LaunchError: another process publishes to the chain, or has taken it over.
 
     Example:
         >>> reshard.prune_delta("chain", keep=3).removed
@@ -167,12 +167,13 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
             client.remove([f"{folder_of(number)}/{INDEX_NAME}"])  # without it, there is no version
             client.remove(names)
     else:
-        with writing_to(str(chain)), locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune"):
+        with writing_to(str(chain)), locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune") as check_lock:
             for number, _ in _files_before((f"{name}/" for name in os.listdir(chain)), first):
                 folder = Path(chain) / folder_of(number)
+                check_lock()
                 if not folder.is_symlink():  # what it leads to is of others
                     (folder / INDEX_NAME).unlink(missing_ok=True)
-                remove_tree(folder)
+                remove_tree(folder, check_lock)
     return PruneResult(removed=tuple(number for number in opened.numbers if number < first), oldest=first)
 
 

@@ -613,6 +613,22 @@ def test_prune_removes_the_link_to_a_version_and_not_what_it_leads_to(tmp_path: 
     assert [path.name for path in (tmp_path / "chain").iterdir()] == ["weight_v000002"]
 
 
+def test_prune_whose_lock_is_taken_over_removes_no_more(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("delta", "fold", chain)
+    before, unlink, lock = files_in(chain), os.unlink, chain / LOCK_NAME
+
+    def take_over(path: str | Path, **options: Any) -> None:
+        unlink(path, **options)
+        if str(path) == str(chain / "weight_v000004" / INDEX):
+            lock.write_text(json.dumps(json.loads(lock.read_text()) | {"nonce": "of another"}))
+
+    monkeypatch.setattr(os, "unlink", take_over)
+    with pytest.raises(UserError) as caught:
+        reshard.prune_delta(chain, keep=1)
+    assert (caught.value.code, str(caught.value.where)) == ("launch.folder-in-use", str(chain))
+    assert before.keys() - files_in(chain).keys() == {f"weight_v000004/{INDEX}"}
+
+
 @pytest.mark.slow
 def test_folder_and_full_version_open_in_transformers(
     published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
