@@ -112,9 +112,9 @@ class BucketTarget:
 
 
 @contextmanager
-def open_prefix(out: str, wanted: Collection[str], *, force: bool, plan: str) -> Iterator[BucketTarget]:
+def open_prefix(out: str, wanted: Collection[str], *, force: bool, plan: str, last: str) -> Iterator[BucketTarget]:
     """Yield a target below a prefix for these files; with `force`, it takes the place of any unfinished output."""
-    with _interrupted_by_sigterm(), open_output(out, force=force, wanted=wanted, plan=plan) as objects:
+    with _interrupted_by_sigterm(), open_output(out, force=force, wanted=wanted, plan=plan, last=last) as objects:
         yield BucketTarget(objects)
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from manifests.command.sizes import show_bytes
 from manifests.errors import OutputError, Parameter, SourceError, UsageError, UserError
+from manifests.invariants import MANIFEST_NAME
 from manifests.schema import AuxiliaryFile
 from manifests.store import write_file
 from reshard.copy.engine import WriteOptions, WrittenShard, write_shards
@@ -156,6 +157,7 @@ def open_target(
     force: bool,
     find_owned: FindOwned = files_of_manifest,
     wanted: Collection[str] = (),
+    last: str = MANIFEST_NAME,
     is_reserved: bool = False,
 ) -> Iterator[Target]:
     """Yield a target to write `shards` to, which becomes the output when the block succeeds.
@@ -163,14 +165,14 @@ def open_target(
     If it fails, verified data is kept for the next run of the same plan, unless the error is one after which the plan
     cannot be resumed. With `force`, the files of a folder that `find_owned` returns are replaced in one step; in a
     bucket, it takes the place of an unfinished output. Other files that would be overwritten by the `wanted` ones are
-    refused. An output that `is_reserved` is in a place that the caller has locked.
+    refused; the `last` of these commits it. An output that `is_reserved` is in a place that the caller has locked.
     """
     key, begun = plan_key(shards), False
     wanted = {*wanted, *(shard.path for shard in shards)}
     if is_url(out):
         from reshard.copy.bucket import open_prefix  # clients of object stores
 
-        with open_prefix(out, wanted, force=force, plan=key) as prefix:
+        with open_prefix(out, wanted, force=force, plan=key, last=last) as prefix:
             try:
                 with _discarded_if_fatal(prefix.objects.forget):
                     yield prefix

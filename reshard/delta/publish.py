@@ -257,7 +257,9 @@ class _Publisher:
         wanted = {INDEX_NAME, *(shard.path for shard in shards), *(item.path for item in auxiliary)}
         # In a bucket, `force` takes the place of a publisher that was killed; a version that exists is never replaced.
         force = is_url(self.place)
-        return open_target(self.place, shards, force=force, find_owned=_files_of, wanted=wanted, is_reserved=True)
+        return open_target(
+            self.place, shards, force=force, find_owned=_files_of, wanted=wanted, last=INDEX_NAME, is_reserved=True
+        )
 
 
 def _delta_shards(differences: Sequence[Difference]) -> list[OutputShard]:

@@ -232,7 +232,9 @@ def publish_export(
     out: Address, plan: ExportPlan, options: ExportOptions, casts: Casts, *, identical: bool = False
 ) -> ExportResult:
     """Write an export to a folder or a bucket."""
-    with open_target(out, plan.shards, force=options.force, find_owned=files_of_export, wanted=plan.names) as target:
+    with open_target(
+        out, plan.shards, force=options.force, find_owned=files_of_export, wanted=plan.names, last=plan.last
+    ) as target:
         copy_files(plan.copied, target)
         target.write_shards(plan.shards, options.write)
         for file in plan.made:

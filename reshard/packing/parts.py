@@ -88,7 +88,7 @@ def _write(work: _Plan, part: Part, where: Address, options: WriteOptions) -> No
         names |= {SOURCE_NAME, *(item.path for item in checkpoint.auxiliary)}
     # The scheduler runs a part once at a time: who was at it before, perhaps on a machine that is lost, has ended.
     wanted = {PART_NAME, *names}
-    with open_target(where, shards, force=True, find_owned=_files_of_part, wanted=wanted) as target:
+    with open_target(where, shards, force=True, find_owned=_files_of_part, wanted=wanted, last=PART_NAME) as target:
         record: dict[str, Any] = {"plan": work.key, "command": list(part.command)}
         if part.number == 1:
             check_stored_ties(checkpoint)

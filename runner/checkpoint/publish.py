@@ -236,7 +236,8 @@ class Publisher(InFlight[PublishReport]):
                 return number, is_delta, ""
             wanted = (*self._paths, *self._files, INDEX_NAME)
             if self._is_remote:
-                self._output = open_output(f"{self._chain}/{folder_of(number)}", force=True, wanted=wanted)
+                place = f"{self._chain}/{folder_of(number)}"
+                self._output = open_output(place, force=True, wanted=wanted, last=INDEX_NAME)
                 try:
                     self._output.check_lock()  # once the names are recorded, other ranks may write
                 except BaseException:

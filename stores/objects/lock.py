@@ -56,9 +56,13 @@ def unfinished_objects(
     return frozenset(others)
 
 
-def has_ended(before: Collection[str], now: Collection[str]) -> bool:
-    """Return whether the writer of an unfinished output has finished or removed it between two listings."""
-    return MANIFEST_NAME in now or (PROGRESS_NAME in before and PROGRESS_NAME not in now)
+def has_ended(before: Collection[str], now: Collection[str], last: str) -> bool:
+    """Return whether the writer of an unfinished output has finished or removed it between two listings.
+
+    `last` is the object that commits it. Where both listings have that one, a writer was killed before it unlocked.
+    """
+    is_committed = MANIFEST_NAME in now or (last in now and last not in before)
+    return is_committed or (PROGRESS_NAME in before and PROGRESS_NAME not in now)
 
 
 def new_lock() -> bytes:
@@ -87,14 +91,14 @@ def _unfinished_error(client: ObstoreClient, others: Mapping[str, ObjectEntry]) 
 
 
 class CompletedObjects:
-    """The record: the plan, the names that it writes or will remove, and the ETag of each completed object.
+    """The record: the plan, the names that it writes or will remove, the last one, and each completed object's ETag.
 
     It belongs to one lock. An object counts as completed while its size and ETag match the record, so that nobody has
     overwritten it.
     """
 
-    def __init__(self, plan: str, lock: bytes, names: Collection[str] = ()) -> None:
-        self.plan, self.lock, self.names = plan, digest_bytes(lock), frozenset(names)
+    def __init__(self, plan: str, lock: bytes, names: Collection[str] = (), last: str = MANIFEST_NAME) -> None:
+        self.plan, self.lock, self.names, self.last = plan, digest_bytes(lock), frozenset(names), last
         self.is_stopped = False
         self._objects: dict[str, tuple[int, str]] = {}
         self._process = Process()
@@ -139,7 +143,7 @@ class CompletedObjects:
             number = self._num_changes
             document = json.dumps(
                 {
-                    "plan": self.plan, "claim": self.lock, "names": sorted(self.names),
+                    "plan": self.plan, "claim": self.lock, "names": sorted(self.names), "last": self.last,
                     "stopped": self.is_stopped, "process": asdict(self._process), "objects": self._objects,
                 }
             )  # fmt: skip
@@ -151,7 +155,8 @@ class CompletedObjects:
         """Parse a record; None if it is not usable."""
         try:
             record = json.loads(data)
-            progress = cls(str(record["plan"]), b"", set(map(str, record["names"])))
+            names, last = set(map(str, record["names"])), str(record.get("last", MANIFEST_NAME))
+            progress = cls(str(record["plan"]), b"", names, last)
             progress.lock, progress.is_stopped = str(record["claim"]), record["stopped"] is True
             process = record["process"]
             texts = {name: str(process[name]) for name in ("host", "birth", "namespace")}

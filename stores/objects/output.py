@@ -38,8 +38,10 @@ SMALL_NBYTES = 8 << 20  # sent, or kept, in one piece
 _MOST_SENT = 8  # such files at a time, beside others
 
 
-def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), plan: str = "") -> ObjectTarget:
-    """Lock a prefix of a bucket for an output of the `wanted` objects and the one that commits it.
+def open_output(
+    url: str, *, force: bool = False, wanted: Collection[str] = (), plan: str = "", last: str = MANIFEST_NAME
+) -> ObjectTarget:
+    """Lock a prefix of a bucket for an output of the `wanted` objects and the `last` one, which commits it.
 
     An output of the same `plan` that was left unfinished is resumed: its completed objects stay. Without `force`
     that is done where its writer is known to have ended. With `force`, another unfinished output is removed first.
@@ -62,16 +64,16 @@ def open_output(url: str, *, force: bool = False, wanted: Collection[str] = (), 
         raise OutputError(client.url, problem, f"choose another {Parameter('out')}", code="output.contended")
     client = client.settled()
     if not listed:
-        target = ObjectTarget(client, lock, CompletedObjects(plan, lock, wanted))
+        target = ObjectTarget(client, lock, CompletedObjects(plan, lock, wanted, last))
         target.open_beside(lambda: unfinished_objects(client, list_objects(client)))
         return target
     target = ObjectTarget(client, lock)
     try:
         listed_now = list_objects(client)  # some may have come before the lock, and its writer may have finished
-        is_unfinished = is_unfinished and not has_ended(listed, listed_now)
+        is_unfinished = is_unfinished and not has_ended(listed, listed_now, record.last if record else MANIFEST_NAME)
         abandoned = unfinished_objects(client, listed_now, recorded, is_unfinished=is_unfinished, takes_over=takes_over)
         names = {*wanted, *recorded, *abandoned}  # no kill may make them forgotten, and some may come late
-        progress = CompletedObjects(plan, lock, names)
+        progress = CompletedObjects(plan, lock, names, last)
         completed = unfinished.completed(listed_now) if unfinished is not None else {}
         if progress.names:
             progress.add(client, completed)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from manifests.errors import InputError
+from manifests.invariants import MANIFEST_NAME
 from stores.base import LOCK_NAME, PROGRESS_NAME
 from stores.objects.output import open_output
 from stores.objects.store import open_objects
@@ -97,6 +99,15 @@ def test_unfinished_output_with_objects_of_others_is_not_touched(
     assert ended.code == 0, ended.out + ended.err
     num_shards = len([path for path in objects_in(moto, name) if path.endswith(".safetensors")])
     assert (LOCK_NAME in objects_in(moto, name), num_shards) == (False, 4 if again == "same plan" else 2)
+
+
+def test_record_says_which_object_commits_an_output(moto: MotoServer, source: Path, packed: Path) -> None:
+    outputs = {"last/pack": (MANIFEST_NAME, weights_path(3, 4)), "last/export": ("config.json", weights_path(1, 2))}
+    for name, (last, shard) in outputs.items():
+        moto.fail(Fault(method="PUT", address=f"{name}/{shard}", what="status", status=403, times=99))
+        assert refusal(pack(source, name) if last == MANIFEST_NAME else export(packed, name))[1] == "store.denied"
+        moto.fail()
+        assert json.loads(objects_in(moto, name)[PROGRESS_NAME])["last"] == last
 
 
 def killed(url: str, wanted: Collection[str], **options: bool) -> None:

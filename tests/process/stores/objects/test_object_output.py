@@ -162,14 +162,14 @@ def test_objects_that_came_before_the_lock_are_refused_and_kept(
 
 
 @pytest.mark.parametrize("last", ["manifest.json", "config.json"])
-@pytest.mark.parametrize("ending", ["finished", "manifest written", "removed"])
+@pytest.mark.parametrize("ending", ["finished", "last written", "manifest written", "removed"])
 def test_writer_that_ends_just_before_it_is_taken_over_keeps_what_it_has_finished(
     moto: MotoServer, monkeypatch: pytest.MonkeyPatch, last: str, ending: str
 ) -> None:
     """The first writer ends after the second has found its output unfinished, and before that has the lock."""
     name = f"ends/{ending.replace(' ', '-')}/{last}"
     url, wanted = url_of(name), {"model.safetensors", last}
-    first = open_output(url, wanted=wanted)
+    first = open_output(url, wanted=wanted, last=last)
     write(first, "model.safetensors", data := shard(MIB))
 
     def lock_of_the_second() -> bytes:
@@ -178,7 +178,8 @@ def test_writer_that_ends_just_before_it_is_taken_over_keeps_what_it_has_finishe
         elif ending == "finished":
             first.commit(MANIFEST, last)
         else:  # its lock and its record are still there
-            moto.client().put_object(Bucket=BUCKET, Key=f"{name}/manifest.json", Body=MANIFEST)
+            key = f"{name}/{last if ending == 'last written' else 'manifest.json'}"
+            moto.client().put_object(Bucket=BUCKET, Key=key, Body=MANIFEST)
         return new_lock()
 
     monkeypatch.setattr(object_output, "new_lock", lock_of_the_second)
@@ -190,6 +191,15 @@ def test_writer_that_ends_just_before_it_is_taken_over_keeps_what_it_has_finishe
         assert refusal(lambda: open_output(url, force=True, wanted=wanted)) == ("output.exists", url)
     finished = last if ending != "manifest written" else "manifest.json"
     assert moto.objects(BUCKET, f"{name}/") == {f"{name}/model.safetensors": data, f"{name}/{finished}": MANIFEST}
+
+
+def test_output_whose_writer_was_killed_before_it_removed_the_lock_is_taken_over(moto: MotoServer) -> None:
+    url, wanted = url_of("killed-late"), {"config.json"}
+    open_output(url, wanted=wanted, last="config.json")
+    moto.client().put_object(Bucket=BUCKET, Key="killed-late/config.json", Body=CONFIG)
+    with open_output(url, force=True, wanted=wanted, last="config.json") as second:
+        second.commit(MANIFEST, "config.json")
+    assert moto.objects(BUCKET, "killed-late/") == {"killed-late/config.json": MANIFEST}
 
 
 def test_second_writer_is_refused_until_the_first_has_ended(moto: MotoServer) -> None:
