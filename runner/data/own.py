@@ -91,7 +91,7 @@ def read_dataset(
     for records, after in _read_own(data.dataset, request, state, where):
         try:
             text = json.dumps(after)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RecursionError) as error:
             raise DataError(where, f"its state is not JSON: {error}", code="data.dataset") from error
         if after is None or json.loads(text) != after:
             hint = "use lists in place of tuples, and text as keys"
@@ -120,7 +120,7 @@ def _read_own(name: str, request: DataRequest, state: str | None, where: str) ->
     try:
         dataset: Dataset = dataset_class(request)
         for rows, after in dataset.read(None if state is None else json.loads(state)):
-            yield list(rows), after
+            yield [dict(row) if isinstance(row, Mapping) else row for row in rows], after
     except UserError:
         raise
     except Exception as error:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 from array import array
+from collections import UserDict
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -259,6 +261,7 @@ def test_text_files_have_neither_rows_nor_completions(tmp_path: Path) -> None:
 
 
 ROW = {"input_ids": [1, 2]}
+DEEP = reduce(lambda inner, _: [inner], range(100_000), list[Any]())
 OWN_BATCH = BatchOptions(global_batch=2, microbatch=1, seq_len=8)
 
 
@@ -291,7 +294,7 @@ def test_state_that_json_keeps_is_stored(state: Any, monkeypatch: pytest.MonkeyP
     assert batch.tokens[:, :2].tolist() == [[1, 2], [1, 2]]
 
 
-@pytest.mark.parametrize("state", [None, {1: 2}, [(1, 2)], float("nan"), {1, 2}])
+@pytest.mark.parametrize("state", [None, {1: 2}, [(1, 2)], float("nan"), {1, 2}, DEEP])
 def test_state_that_json_changes_is_refused(state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError) as error:
         read(monkeypatch, [ROW, ROW], state)
@@ -334,7 +337,26 @@ def test_what_the_code_of_a_dataset_raises_is_an_error_of_the_data(
                 raise failure
             yield [{"input_ids": [1, 2]}]  # and no state
 
-    monkeypatch.setattr(own, "load_entry_point", lambda *names: Failing)
+    refuse(Failing, code, monkeypatch)
+
+
+def test_what_a_row_raises_as_it_is_read_is_an_error_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(UserDict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            raise KeyError(name)
+
+    class WithLazyRows:
+        def __init__(self, request: Any) -> None: ...
+
+        def read(self, before: Any) -> Iterator[Any]:
+            yield [Lazy(ROW), Lazy(ROW)], 1
+
+    refuse(WithLazyRows, "data.dataset", monkeypatch)
+
+
+def refuse(dataset: type, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See that reading a dataset ends with an error of this code."""
+    monkeypatch.setattr(own, "load_entry_point", lambda *names: dataset)
     data = DataOptions(sources=("x",), dataset="own")
     batches = read_dataset(data, OWN_BATCH, None, WHOLE_BATCH, None, SharedCounts(None), folder=Path(), vocab_size=50)
     with pytest.raises(UserError) as error:
