@@ -161,7 +161,9 @@ class Scores:
 @contextmanager
 def writing_scores(path: Path, options: EvalOptions) -> Iterator[Scores]:
     """Write scores beside `path`, which gets them once the block has ended without an error."""
-    with TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as folder:
+    with _writing(path):
+        temporary = TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent, ignore_cleanup_errors=True)
+    with temporary as folder:
         with _writing(path):
             scores = Scores(Path(folder) / path.name, path, options)
         yield scores

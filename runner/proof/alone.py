@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from multiprocessing import connection, forkserver, get_context, parent_process
+from multiprocessing import connection, forkserver, get_context, parent_process, util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -127,7 +127,10 @@ def _server_without_gpus() -> Any:
     os.environ |= {**safe_environment(), "CUDA_VISIBLE_DEVICES": ""}
     if is_long:
         tempfile.tempdir = "/tmp"
+    hint = f"set TMPDIR to a path of at most {_LONGEST_TMPDIR} characters that this user can write"
     try:
+        with writing_to("TMPDIR", hint):
+            util.get_temp_dir()  # where its socket is
         forkserver.ensure_running()
     finally:
         os.environ.clear()

@@ -108,6 +108,13 @@ def test_packed_documents_have_the_losses_of_their_own_tokens(place: Path, world
     assert loss == pytest.approx(math.fsum(tokens) / num_tokens, rel=1e-15)
 
 
+def test_folder_that_a_rank_cannot_write_is_named(place: Path, world: World, tmp_path: Path) -> None:
+    with pytest.raises(OutputError) as caught:
+        score(place, out := tmp_path / "none" / "scores.parquet", world)
+    assert caught.value.code == "output.unwritable"
+    assert str(out) in str(caught.value)
+
+
 def test_documents_that_are_rows_are_scored_alone(place: Path, world: World, tmp_path: Path) -> None:
     loss, num_tokens, rows = score(place, tmp_path / "scores.parquet", world, "--no-packing")
     texts = [document[: SEQ_LEN + 1] for document in DOCUMENTS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -89,6 +91,24 @@ def test_a_machine_where_no_temporary_folder_can_be_made_is_refused(
     error = prove(packed).exception
     assert isinstance(error, UserError)
     assert (error.code, error.where) == ("output.unwritable", "TMPDIR")
+
+
+def test_a_machine_without_a_short_temporary_path_is_refused(
+    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_context()
+    (long := tmp_path / ("long" * 20)).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    monkeypatch.delitem(current_process()._config, "tempdir", raising=False)  # type: ignore[attr-defined]
+
+    def mkdtemp(prefix: str) -> str:
+        assert tempfile.tempdir == "/tmp", "the socket's path has a limit"
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"/tmp/{prefix}")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    error = prove(packed).exception
+    assert isinstance(error, UserError)
+    assert (error.code, error.where) == ("output.unwritable", "/tmp/pymp-")
 
 
 @pytest.mark.slow
