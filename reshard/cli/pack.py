@@ -277,6 +277,15 @@ def _notes(prepared: PreparedPack) -> Iterator[str]:
         yield f"{what}: what is packed has weights alone, and training begins at step 1"
     if (step := prepared.assumed_step) is not None:
         yield f"{step}; reshard plan --write FILE solves for another step"
+    if (dtype := prepared.options.conversion.dtype) is not None:
+        from manifests.models.config import CONFIG_DTYPES
+        from reshard.transforms.conversion import STORED
+
+        config = prepared.staged.checkpoint.read_config()
+        named, packed = config.get("dtype") or config.get("torch_dtype"), STORED[dtype]
+        if named is not None and CONFIG_DTYPES.get(str(named)) != packed:
+            what = f"note: weights are packed in {packed}, and config.json still says {named}"
+            yield f"{what}: transformers casts them to that, unless from_pretrained is given a dtype"
     for shard in prepared.large_headers:
         what = f"warning: the header of {shard.path} takes {shard.header_nbytes} bytes"
         yield f"{what}, and the Hugging Face hub reads up to 25 MB: use a smaller --max-shard-size"

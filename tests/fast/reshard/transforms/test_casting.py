@@ -183,6 +183,18 @@ def test_export_in_one_dtype_says_so_in_index_and_config(
     assert reshard("plan", tmp_path / "exported", "--layout", "pp=2").code == 0
 
 
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_dtype_that_config_json_still_says_is_noted(key: str, tmp_path: Path) -> None:
+    config = llama_config(**{key: "float16"})
+    write_model(tmp_path / "source", config, random_tensors(config, dtypes=["F16"]))
+    command = ("pack", tmp_path / "source", "--layout", "pp=2")
+    for stored, flag in FLAGS.items():
+        ended = reshard(*command, "--out", tmp_path / flag, "--dtype", flag)
+        note = f"note: weights are packed in {stored}, and config.json still says float16: "
+        assert (ended.code, note in ended.err) == (0, stored != "F16")
+    assert "note: " not in reshard(*command, "--out", tmp_path / "as-is").err
+
+
 def test_transformers_loads_trained_weights_in_the_dtype_of_the_source(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
