@@ -182,6 +182,9 @@ def find_status(log_dir: Path) -> dict[str, Any]:
     report |= {"num_steps": config.get("steps"), "layout": config.get("layout")}
     report["last_heartbeat_s"] = max((beat.time for beat in read_beats(log_dir)), default=None)  # since the epoch
     report |= _progress(log_dir / "metrics.jsonl")
+    first_step = config.get("first_step")
+    if report["last_step"] is None and isinstance(first_step, int) and first_step > 1:
+        report["last_step"] = first_step - 1  # of the checkpoint that was resumed
     # A checkpoint is committed before its line is written, which a kill may prevent.
     history = Path(str(config.get("checkpoint") or ""))
     if history.is_absolute() and report["last_step"]:

@@ -79,6 +79,22 @@ def test_newest_checkpoint_is_named_by_the_status_though_a_kill_came_before_its_
     assert (find_status(log)["last_step"], find_status(log)["last_checkpoint"]) == (5, None)
 
 
+@pytest.mark.parametrize("lines", ["", '{"step": 4, "loss": 1.0}\n{"step": 4, "checkpoint": "x"}\n'])
+def test_status_of_a_resumed_run_without_a_step_has_the_checkpoint_that_it_resumed(
+    lines: str, trained: Path, tmp_path: Path
+) -> None:
+    log, history = tmp_path / "log", tmp_path / "history"
+    fill(history, trained, 2, 4, 6)
+    log.mkdir()
+    record = JobRecord(scheduler="local", id="1", name="x", output="", host=socket.gethostname(), birth="never")
+    write_job_record(log, record)
+    resolved = {"steps": 4, "checkpoint": str(history), "first_step": 5}
+    write_run_record(log, {"id": "x", "launches": [{"resolved": resolved}]})
+    (log / "metrics.jsonl").write_text(lines + '{"rank": 0, "load_s": 0.1}\n')
+    assert (find_status(log)["last_step"], find_status(log)["last_checkpoint"]) == (4, str(history / "step-000004"))
+    assert "step 4 of 4, last checkpoint " in CliRunner().invoke(status, [str(log)]).output
+
+
 def test_copy_under_the_name_of_another_step_is_no_checkpoint_and_does_not_push_out_the_newest(
     trained: Path, tmp_path: Path
 ) -> None:
