@@ -249,7 +249,7 @@ FORMATS: tuple[Format, ...] = (
             ExportTarget(
                 to="deepspeed",
                 reader="DeepSpeed: {out}",
-                notes={"hf": "next: engine.load_checkpoint(DIR), load_module_only=True"},
+                notes={"hf": "next: engine.load_checkpoint(DIR, load_module_only=True)"},
             ),
             ExportTarget(
                 to="universal",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -58,6 +59,12 @@ def row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "FORMATS", (*table.FORMATS, npy))
     for name in ("reshard.cli.pack", "reshard.cli.command"):  # the choices of --to are made on import
         monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_calls_that_notes_of_an_export_suggest_are_python() -> None:
+    notes = {note for _, target in table.export_targets().values() for note in target.notes.values()}
+    calls = sorted(note.removeprefix("next: ").split(", with ")[0] for note in notes if "engine." in note)
+    assert [type(ast.parse(call, mode="eval").body) for call in calls] == [ast.Call, ast.Call]
 
 
 @pytest.mark.usefixtures("row")
