@@ -128,7 +128,7 @@ def verify_text(done: VerifyResult, manifest: str) -> str:
     verdict = _verdict(done, manifest)
     if done.signature is None:
         return verdict
-    changed = "the manifest is the signed one, and its files were changed after that: do not use them"
+    changed = f"the manifest is the signed one, and its files were changed after that: do not use them [{done.code}]"
     lines = [f"signature verified: {printable(done.signature)}", *([changed] if done.differences else []), verdict]
     return "\n".join(lines)
 
@@ -149,7 +149,8 @@ def _verdict(done: VerifyResult, manifest: str) -> str:
     count = count_of(done.differences, "problem")
     lines = [f"{manifest}: {count} found; checked {read}"]
     lines += [printable(f"  {finding.where}: {finding.problem}", lines=False) for finding in done.differences]
-    hint = () if done.source else ("hint: copy the damaged files again, or pack or save the checkpoint again",)
+    how = ", or pack or save the checkpoint again" if done.signature is None else " from whoever signed the checkpoint"
+    hint = () if done.source else (f"hint: copy the damaged files again{how}",)
     return "\n".join((*lines, *hint))
 
 

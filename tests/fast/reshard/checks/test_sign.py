@@ -99,7 +99,9 @@ def test_changed_shard_is_named(out: Path, wording: Callable[[str], None]) -> No
     )
     (difference,) = api.verify(out, public_key=out.parent / "one.pub").differences
     assert difference.where.startswith(str(out / SHARD))
-    wording(reshard("verify", out, "--public-key", out.parent / "one.pub").out)
+    text = reshard("verify", out, "--public-key", out.parent / "one.pub").out
+    assert "[signature.changed-file]" in text
+    wording(text)
 
 
 def edit_signature(out: Path, change: Callable[[dict[str, Any]], object]) -> None:
