@@ -136,6 +136,7 @@ def verify_text(done: VerifyResult, manifest: str) -> str:
 def _verdict(done: VerifyResult, manifest: str) -> str:
     read = f"{done.num_tensors} tensors, {show_bytes(done.nbytes)}"
     unread = done.nbytes - done.compared_nbytes
+    unverified = f"; {show_bytes(unread)} of data not verified" if unread else ""
     if not done.differences and done.source and done.num_beyond:
         which = f"{done.num_tensors - done.num_beyond} weights equal those of {done.source}"
         return f"verified {read}: {which}, which has none of the {done.num_beyond} optimizer tensors"
@@ -143,11 +144,11 @@ def _verdict(done: VerifyResult, manifest: str) -> str:
         return f"verified {read}: all tensors equal those of {done.source}"
     if not done.differences and unread:
         same = "sizes, headers and fingerprints match the manifest"
-        return f"checked {read}: {same}; {show_bytes(unread)} of data not verified"
+        return f"checked {read}: {same}{unverified}"
     if not done.differences:
         return f"verified {read}: all digests match the manifest"
     count = count_of(done.differences, "problem")
-    lines = [f"{manifest}: {count} found; checked {read}"]
+    lines = [f"{manifest}: {count} found; checked {read}{unverified}"]
     lines += [printable(f"  {finding.where}: {finding.problem}", lines=False) for finding in done.differences]
     how = ", or pack or save the checkpoint again" if done.signature is None else " from whoever signed the checkpoint"
     hint = () if done.source else (f"hint: copy the damaged files again{how}",)

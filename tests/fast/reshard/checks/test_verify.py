@@ -139,6 +139,8 @@ def test_quick_reads_no_tensor(out: Path) -> None:
     flip(out / SHARD, -1)
     assert reshard("verify", out, "--quick", "--json").json["compared_nbytes"] == 0
     assert reshard("verify", out, "--quick").out.count("17.78 KiB") == 2  # all of it, and what was not compared
+    flip(out / "tokenizer.json", -1)
+    assert reshard("verify", out, "--quick").out.count("17.78 KiB") == 2  # of a folder with a problem, too
     flip(out / SHARD, 4095)
     assert reshard("verify", out, "--quick").code == 4
 
