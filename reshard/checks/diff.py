@@ -24,10 +24,10 @@ from stores.bundles import TensorAt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorDifference:
-    """A tensor that differs between A and B; `fqn` is `*` for all of a kind. Norms (float64) are of B - A and of A.
+    """A tensor that differs between A and B, or `num_tensors` that are all of a kind, with `*` as `fqn`.
 
-    `dtypes` are those in A and B of a tensor that has the same shape in both, and another dtype. Norms are None if
-    values were not compared, or not all of them are finite.
+    `dtypes` are those in A and B of a tensor that has the same shape in both, and another dtype. Norms (float64) are of
+    B - A and of A, and None if values were not compared, or not all of them are finite.
     """
 
     holds: Holds
@@ -37,6 +37,7 @@ class TensorDifference:
     norm: float | None = None
     norm_a: float | None = None
     is_finite: bool = True
+    num_tensors: int = 1
 
     @property
     def relative(self) -> float | None:
@@ -101,8 +102,9 @@ def _compare_checkpoints(
         tensors_a, tensors_b = tensors_of(a, holds) or {}, tensors_of(b, holds) or {}
         tensors_a, tensors_b = _with_tied(tensors_a, a, tensors_b), _with_tied(tensors_b, b, tensors_a)
         if bool(tensors_a) != bool(tensors_b):
-            problem = f"all {len(tensors_a or tensors_b)} only in {'A' if tensors_a else 'B'}"
-            differences.append(TensorDifference(holds=holds, fqn="*", problem=problem))
+            num = len(tensors_a or tensors_b)
+            problem = f"all {num} only in {'A' if tensors_a else 'B'}"
+            differences.append(TensorDifference(holds=holds, fqn="*", problem=problem, num_tensors=num))
             continue
         same = (fqn for fqn in tensors_a if fqn in tensors_b and _are_same_slices(tensors_a[fqn], tensors_b[fqn]))
         equal = set() if reads_bytes else set(same)

@@ -181,7 +181,8 @@ def diff_text(done: DiffResult, lists_casts: bool) -> str:
     lines = [f"layout: {a}"] if a == b else [f"layout of A: {a}", f"layout of B: {b}"]
     moved = f" ({done.num_moved} on another stage)" if done.num_moved else ""
     sliced = f", {done.num_resliced} are equal but sliced differently" if done.num_resliced else ""
-    lines.append(f"{done.num_equal} tensors are equal{moved}{sliced}, {len(done.differences)} differ")
+    num_different = sum(difference.num_tensors for difference in done.differences)
+    lines.append(f"{done.num_equal} tensors are equal{moved}{sliced}, {num_different} differ")
     casts: dict[tuple[str, str, str], list[TensorDifference]] = {}
     for difference in done.differences:
         is_of_zeros = difference.norm_a == 0 != difference.norm

@@ -132,7 +132,10 @@ def test_folder_without_digests_is_read_and_has_no_optimizer_state(
     trained = write_trained(tmp_path, "pp=2")
     ended = reshard("diff", tmp_path / "source", trained)
     assert ended.code == 4
+    assert "39 tensors are equal, 78 differ\n" in ended.out
     wording(ended.out)
+    differences = reshard("diff", tmp_path / "source", trained, "--json").json["differences"]
+    assert [(one["fqn"], one["num_tensors"]) for one in differences] == [("*", 39), ("*", 39)]
 
 
 @pytest.mark.parametrize("dtype", ["F64", "F32", "BF16", "F16"])
