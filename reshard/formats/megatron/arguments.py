@@ -117,13 +117,15 @@ def _rotary(read: ConfigFields) -> dict[str, Any]:
     arguments: dict[str, Any] = {"rotary_base": rope.base, "use_rope_scaling": False}
     if rope.kind == "default":
         return arguments
-    if (
-        rope.kind == "llama3"
-        and rope.fields.get("factor")
-        and all(rope.fields.get(name) == value for name, value in _LLAMA3.items())
-    ):
-        return arguments | {"use_rope_scaling": True, "rope_scaling_factor": rope.fields["factor"]}
-    raise read.refuse("rope_parameters", "default rotary embeddings, or Llama 3.1's", dict(rope.fields))
+    expected = "default rotary embeddings, or Llama 3.1's"
+    if rope.kind != "llama3":
+        raise read.refuse("rope_parameters", expected, dict(rope.fields))
+    fields = {"factor": rope.fields.get("factor") or "of any value", **_LLAMA3}
+    others = {name: rope.fields.get(name) for name, value in fields.items() if rope.fields.get(name) != value}
+    if others:
+        needed, values = (", ".join(f"{name} {of[name]}" for name in others) for of in (fields, others))
+        raise read.refuse("rope_parameters", f"{expected} with {needed}", values)
+    return arguments | {"use_rope_scaling": True, "rope_scaling_factor": fields["factor"]}
 
 
 def num_experts_of(config: Mapping[str, Any]) -> int:

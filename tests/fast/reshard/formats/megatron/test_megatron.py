@@ -329,6 +329,15 @@ LLAMA3 = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(("name", "value"), [("original_max_position_embeddings", 256), ("high_freq_factor", 8.0)])
+def test_field_of_llama_3_1_that_megatron_core_does_not_have_is_named(name: str, value: float) -> None:
+    rope = {"factor": 32.0, **LLAMA3, name: value}
+    with pytest.raises(ModelError) as raised:
+        arguments_of(read_config("tiny-llama", rope_scaling=rope), "here")
+    assert (raised.value.code, f"found {name} {value}" in str(raised.value)) == ("model.not-in-megatron", True)
+    assert "32.0" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "code", "field"),
     [
