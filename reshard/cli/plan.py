@@ -110,6 +110,8 @@ def plan(
         layout, untied = planned.layout, planned.checkpoint.misread
         if write_schedule:
             write_file(write_schedule, write_csv(planned.forecast.assumed.table_for(planned.layout)).encode())
+            if not quiet:
+                click.echo(f"written: {write_schedule}", err=True)
     for note in () if quiet else untied_notes(untied):
         click.echo(note, err=True)
     if write and layout:

@@ -92,7 +92,9 @@ def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path
     config, table = write_config(tmp_path / "config.json"), tmp_path / "table.csv"
     five = ("plan", config, "--layout", "pp=2,vpp=2", "--microbatches", 5)
     group = ("--schedule", "interleaved1f1b", "--microbatch-group", 3)
-    planned = run(*five, *group, "--write-schedule", table, "--json").json
+    ended = run(*five, *group, "--write-schedule", table, "--json")
+    planned = ended.json
+    assert f"written: {table}" in ended.err.splitlines()
     placement = Placement(num_stages=4, num_ranks=2)
     megatron = schedule_table("Interleaved1F1B", placement, 5, microbatch_group=3)  # see test_tables.py
     assert read_csv(table.read_text(), "table.csv", placement) == megatron
@@ -114,6 +116,7 @@ def test_schedule_that_is_written_is_planned_and_simulated_as_its_flags(tmp_path
         ((*five, *group, "--write-schedule", table), (3, "output.exists", str(table))),
     ):
         assert reshard(*flags, "--json").refusal == refused
+    assert "written" not in run(*five, *group, "--write-schedule", table, "--force", "--quiet").err
 
 
 @pytest.mark.parametrize("flags", [("--microbatch", "3"), ("--dp-replicate", "2", "--dp-shard", "8")])
