@@ -67,6 +67,7 @@ def test_replicas_print_and_write_what_one_rank_does(place: Path) -> None:
     words = ("--data", place / "text.jsonl", *READ, "--out", place / "four.parquet", "--nproc-per-node", 4)
     ended = forked_runner("eval", place / "pp=2", *words)
     assert ended.returncode == 0, ended.stderr
+    assert f"written: {place / 'four.parquet'}" in ended.stderr.splitlines()
     check_equal_to_one_rank(json.loads(ended.stdout), place / "four.parquet", place)
 
 
