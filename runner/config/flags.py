@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -219,8 +219,10 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
     """Parse the training options."""
     try:
         with training_command.make_context("runner launch MANIFEST --", list(args)) as context:
-            given = (name for name in context.params if context.get_parameter_source(name) is _ON_COMMAND_LINE)
-            return replace(_options(context.params), given=frozenset(given))
+            params = context.params
+            given = frozenset(name for name in params if context.get_parameter_source(name) is _ON_COMMAND_LINE)
+            filled = params if params["resume"] is None else _until_recalled(params, given)
+            return replace(_options(filled), values=dict(params), given=given)
     except click.exceptions.Exit as done:  # --help was printed
         sys.exit(done.exit_code)
     except click.UsageError as error:
@@ -231,6 +233,19 @@ def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions
     """Return the options with a checkpoint's values for every flag that is not on the command line."""
     defaults = {name: value for name, value in remembered.items() if name not in options.given}
     return replace(_options({**options.values, **defaults}), given=options.given)
+
+
+def _until_recalled(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Return values that agree with the given ones: a checkpoint may recall others than the defaults.
+
+    If there is none, `recall` reports a default that does not agree.
+    """
+    filled = dict(values)
+    if "global_batch" not in given:
+        filled["global_batch"] = values["microbatch"]
+    if "decay_steps" not in given:
+        filled["decay_steps"] = max(values["steps"], values["warmup_steps"] + values["stable_steps"] + 1)
+    return filled
 
 
 def flag_of(name: str) -> str:

@@ -130,7 +130,7 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         check_state_of_all(origin, options, training)
         if training is not None:
             check_eps(training.optimizer, options.optim, options.given, origin.where)
-            options = recall(options, remembered(training))
+        options = recall(options, remembered(training) if training is not None else {})
         _check_step(launched, options, degrees)
         check_balance(launched, options)
         check_length(launched, options)

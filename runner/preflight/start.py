@@ -41,6 +41,8 @@ def read_start(launched: Packed, start_from: Origin, options: TrainOptions) -> S
         lines += override_notes(options, training)
         options = recall(options, remembered(training))
         lines += schedule_notes(options, training)
+    elif options.resume.source is not None:
+        options = recall(options, {})
     options, groups = plan_groups(options, launched.shape, training.optimizer if training else None, origin.where)
     lines += groups
     lines += tuple(notes(given_options, options, training))

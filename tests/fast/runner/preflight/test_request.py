@@ -305,6 +305,28 @@ def test_eps_of_a_checkpoint_that_no_run_trains_with_is_refused_by_its_name(
     assert {group.eps for group in start.options.optim.plan.groups} == {1e-8}
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        (("--microbatch", "16"), "options.batch-size"),
+        (("--decay", "linear", "--warmup-steps", "80"), "options.decay-too-short"),
+    ],
+)
+def test_flags_that_agree_with_the_checkpoint_alone_are_refused_without_one(
+    place: Path, tmp_path: Path, flags: tuple[str, ...], code: str
+) -> None:
+    """The checkpoint's global batch is 16, and its decay ends at step 90."""
+    launched = open_packed(place / "packed")
+    words = ["--data", "synthetic", "--steps", "70", "--log-dir", str(tmp_path)]
+    asked = parse_training([*words, *flags, "--resume", str(place / "trained")])
+    options = read_start(launched, Origin(place / "trained"), asked).options
+    assert (options.batch.global_batch, options.optim.decay_steps) == (16, 90)
+    asked = parse_training([*words, *flags, "--resume", "auto", "--checkpoint", str(tmp_path / "none")])
+    with pytest.raises(UserError) as error:
+        read_start(launched, Origin(place / "packed"), asked)
+    assert error.value.code == code
+
+
 def test_a_file_of_the_manifest_that_is_missing_is_named(place: Path) -> None:
     source = place / "packed" / "source.json"
     source.rename(source.with_suffix(".kept"))
