@@ -121,7 +121,7 @@ def evaluate(
 
     `data` are files, folders or globs. `out` is a Parquet file with the loss of each token. Other `options` are those
     of the command, such as `seq_len=2048`, `dtype="bf16"` or `top_k=5`; `flags` are written as there, such as
-    `["--tokenized", "--force"]`.
+    `["--tokenized", "--force"]`. On several nodes, call it on each: all return the same loss.
 
     Raises:
         UserError: as the command prints it.

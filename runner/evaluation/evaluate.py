@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def evaluate(options: EvalOptions, world: World) -> None:
-    """Print the loss of a manifest's model over a text; every rank calls this.
+    """Print the loss of a manifest's model over a text, with --json on every node; every rank calls this.
 
     Raises:
         UserError: on all ranks alike, if the loss is infinite or not a number, or if one of them fails.
@@ -82,7 +82,8 @@ def evaluate(options: EvalOptions, world: World) -> None:
     with raise_on_all_ranks("manifest"):
         packed = open_packed(manifest)
     loss, num_tokens = loss_over(options, packed, world, device, skipped)
-    if world.rank == 0:
+    # runner.evaluate reads the object of its own node.
+    if (world.local_rank if options.is_json else world.rank) == 0:
         counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
         _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.is_json)
         if options.out is not None:

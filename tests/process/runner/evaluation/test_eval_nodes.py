@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,6 +91,21 @@ def test_replicas_on_two_nodes_print_and_write_what_one_rank_does(place: Path) -
         outputs = [node.communicate(timeout=250) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     check_equal_to_one_rank(json.loads(outputs[0][0]), place / "nodes.parquet", place)
+
+
+def test_calls_on_two_nodes_return_the_same_loss(place: Path) -> None:
+    address = f"127.0.0.1:{free_port()}"
+
+    def evaluate(number: int) -> runner.Evaluation:
+        return runner.evaluate(
+            place / "pp=2", place / "text.jsonl", seq_len=16, microbatch=2, self_check=False,
+            nnodes=2, node_rank=number, nproc_per_node=1, rendezvous=address,
+        )  # fmt: skip
+
+    with ThreadPoolExecutor() as pool:
+        first, second = pool.map(evaluate, range(2))
+    assert first.num_tokens > 0
+    assert replace(second, seconds=first.seconds) == first
 
 
 def evaluate_on_nodes(place: Path, nodes: Sequence[Sequence[object]]) -> list[tuple[int, str]]:
