@@ -301,7 +301,9 @@ def _open(
         state = read_state(ready.origin) if found.position.num_sequences > 0 else None
         return partial(_read_dataset, ready, group, state)
     position, shared = found.position, None if group is None else SharedReading(GroupExchange(group))
-    num_skipped = read_skipped(ready.origin) if position.cursor is not None else 0
+    # Sequences that are counted again, without a cursor, count their skipped documents again.
+    is_recount = position.cursor is None and position.num_sequences > 0
+    num_skipped = 0 if ready.training is None or is_recount else read_skipped(ready.origin)
     batches = read_batches(
         ready.options.data,
         ready.options.batch,

@@ -144,6 +144,13 @@ def test_other_data_is_begun_once_and_gone_on_with_by_later_attempts(runs: Runs)
     assert "note: --restart-data has no effect: the checkpoint consumed 16 " in runs.said("attempt-6")
 
 
+def test_documents_skipped_before_other_data_is_begun_are_still_counted(runs: Runs) -> None:
+    before = skipped(runs, "whole-packed")[MIDDLE]
+    counts = [skipped(runs, f"attempt-{step}")[step] for step in (4, 5, 6)]
+    assert before < counts[0] < counts[1] < counts[2]
+    assert read_skipped(open_packed(runs.checkpoint("attempts", 6))) == counts[2]
+
+
 def test_rank_whose_data_is_not_rank_0s_ends_the_run_before_its_first_step(runs: Runs) -> None:
     said = runs.said("stale")
     where = f"rank 1: --data {runs.place}/node-1/lines.jsonl"
