@@ -179,16 +179,17 @@ def mean_loss(
         loss, count = loss_of(batch)
         losses.append(loss * batch.num_tokens)
         counts.append(batch.num_tokens if count is None else count)
-        num_tokens += batch.num_tokens
-    loss = math.fsum(losses) / (math.fsum(counts) or 1)
-    check_loss(loss, num_tokens, where)
+        num_tokens += sum(sample.num_tokens for sample in batch.samples)  # batch.num_tokens is 1 at least
+    total = math.fsum(counts)
+    loss = math.fsum(losses) / (total or 1)
+    check_loss(loss, total, where)
     return loss, num_tokens
 
 
-def check_loss(loss: float, num_tokens: int, where: str = "--data") -> None:
-    """Check a mean loss."""
-    if not num_tokens:
-        raise DataError(where, "expected text, found no token to predict", code="data.no-tokens")
+def check_loss(loss: float, count: float, where: str = "--data") -> None:
+    """Check a mean loss over `count` tokens, or what it counts in their place."""
+    if not count:
+        raise DataError(where, "expected text, found no token that counts in the loss", code="data.no-tokens")
     if not math.isfinite(loss):
         hint = "check that the weights are finite, or use --dtype fp32"
         raise ModelError("", f"the loss is {loss}", hint, code="model.not-finite")

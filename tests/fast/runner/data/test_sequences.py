@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from manifests.errors import InputError
 from runner.config.schema import BatchOptions, DataOptions
-from runner.data.rows import Skipped
+from runner.data.rows import RowForm, Skipped
 from runner.data.sequences import IGNORED, Batch, read_batches, read_once
 from runner.data.tokenizer import load_tokenizer, load_vocabulary, special_id
 from runner.evaluation.evaluate import mean_loss
@@ -217,6 +217,23 @@ def test_rows_of_one_length_are_read_together_and_nothing_to_predict_is_refused(
     with pytest.raises(InputError) as not_finite:
         mean_loss(lambda _: (float("nan"), 1.0), found)
     assert not_finite.value.code == "model.not-finite"
+
+
+def test_evaluation_by_a_loss_of_ones_own_counts_no_token_of_rows_without_labels(tmp_path: Path) -> None:
+    unlabeled, labeled = 4 * [{"input_ids": [3, 4], "loss_mask": [0, 0]}], 2 * [{"input_ids": [3, 4, 5]}]
+    batch, source = BatchOptions(global_batch=2, microbatch=1, seq_len=6), tmp_path / "rows.jsonl"
+    data = DataOptions(sources=(str(source),), is_tokenized=True)
+
+    def evaluate(count: float, records: Iterable[object]) -> tuple[float, int]:
+        source.write_text("\n".join(map(json.dumps, records)))
+        batches = read_once(data, batch, folder=tmp_path, vocab_size=VOCAB_SIZE, form=RowForm())
+        return mean_loss(lambda _: (3.0, count), batches)
+
+    assert evaluate(2.0, [*unlabeled, *labeled]) == (3.0, 4)  # sums of 3, 3 and 12, and 6 counted
+    assert evaluate(2.0, unlabeled) == (1.5, 0)
+    with pytest.raises(InputError) as error:
+        evaluate(0.0, unlabeled)
+    assert error.value.code == "data.no-tokens"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="bytes read are counted in /proc")
