@@ -136,4 +136,5 @@ def _check_column(schema: Any, column: str, file: Path, *, is_text: bool) -> Non
     kind, types = schema.field(column).type, pyarrow.types
     if is_text and not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         problem = f"expected text in column {column!r}, found {kind}"
-        raise DataError(str(file), problem, _COLUMN, code="data.no-column")
+        hint = "write the categorical column as plain strings" if types.is_dictionary(kind) else _COLUMN
+        raise DataError(str(file), problem, hint, code="data.no-column")

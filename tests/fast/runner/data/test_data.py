@@ -221,6 +221,7 @@ def test_bad_parquet_is_named(tmp_path: Path, wording: Callable[[str], None]) ->
         ({"id": [1], "body": ["x"]}, "data.no-column", ""),
         ({"text": [1]}, "data.no-column", ""),
         ({"text": ["a", None]}, "data.no-text", ": row 2"),
+        ({"text": pyarrow.array(["a"]).dictionary_encode()}, "data.no-column", ""),
     ):
         parquet.write_table(pyarrow.table(columns), file)
         error = refusal(file)
