@@ -30,11 +30,19 @@ BF16_FLOPS: Mapping[str, float] = {
     "MI325X": 1300e12,
     "MI355X": 2500e12,
 }
+# With one of these words as well, a GPU has a part of a chip, or less than the one of that name: its peak is not known.
+_UNKNOWN = ("MIG", "H200 NVL")
 
 
 def peak_flops(device_name: str) -> float | None:
     """Return the peak bfloat16 FLOP/s of a GPU; None where it is not known."""
-    return next((flops for name, flops in BF16_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
+
+    def is_named(name: str) -> bool:
+        return re.search(rf"\b{name}\b", device_name) is not None
+
+    if any(map(is_named, _UNKNOWN)):
+        return None
+    return next((flops for name, flops in BF16_FLOPS.items() if is_named(name)), None)
 
 
 def least_step_s(shape: ModelShape, options: TrainOptions, num_gpus: int, device: torch.device) -> float | None:

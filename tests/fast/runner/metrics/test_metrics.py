@@ -145,6 +145,8 @@ def test_every_field_is_in_the_document_and_no_other(tmp_path: Path) -> None:
         ("NVIDIA GB200", 2.5e15),
         ("NVIDIA B200", 2.25e15),
         ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("NVIDIA RTX A1000", None),
         ("Tesla T4", None),
     ],
