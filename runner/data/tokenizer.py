@@ -4,7 +4,8 @@
 transformers' `tokenizer(text)` adds the tokens of the post-processor in tokenizer.json, and no others: it ignores
 `add_bos_token` and `add_eos_token` of tokenizer_config.json if there is a tokenizer.json, and always ignores
 `bos_token_id` of config.json. Training and evaluation follow the same rule; flags override it. One thing is different:
-a document ends with EOS even if the tokenizer adds none.
+a document ends with EOS even if the tokenizer adds none. Two of transformers' classes replace the post-processor
+(`_BEGINS_WITH_BOS`): texts are framed as tokenizer.json says there, too, and a note says what differs.
 Source: transformers 5.23, `tokenization_utils_tokenizers.py`, `tokenization_utils_base.py`.
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 Pieces: TypeAlias = Iterator[tuple[int, TokenIds]]  # each with the offset of its text
 Tokenized: TypeAlias = Iterator[tuple[PlacedDocument, Pieces] | None]
 _CONFIG = "tokenizer_config.json"
+_BEGINS_WITH_BOS = {"GPTNeoXTokenizer": False, "CodeLlamaTokenizer": True}  # by class
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,11 @@ def _one_token() -> Encoding:
 
 def _note(folder: Path, of_tokenizer: Frame, options: FramingOptions) -> str | None:
     config = _read(folder / _CONFIG)
+    name = str(config.get("tokenizer_class"))
+    begins = _BEGINS_WITH_BOS.get(name.removesuffix("Fast"))
+    if options.bos is None and begins not in (None, bool(of_tokenizer.before)):
+        flag, adds = ("--add-bos-token", "a") if begins else ("--no-add-bos-token", "no")
+        return f"transformers' {name} adds {adds} BOS token, but {TOKENIZER} does the opposite; {flag} overrides it"
     for kind, is_asked, added in (("bos", options.bos, of_tokenizer.before), ("eos", options.eos, of_tokenizer.after)):
         declared = config.get(f"add_{kind}_token")
         if is_asked is None and isinstance(declared, bool) and declared != bool(added):

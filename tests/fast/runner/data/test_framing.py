@@ -98,6 +98,17 @@ def test_config_that_says_otherwise_than_the_tokenizer_is_noted(post: str, said:
     assert document_framing(tmp_path, tokenizer, FramingOptions(bos=said)).note is None
 
 
+@pytest.mark.parametrize("name", ["GPTNeoXTokenizer", "CodeLlamaTokenizer"])
+@pytest.mark.parametrize("post", ["none", "begun"])
+def test_bos_of_a_class_that_does_not_follow_its_file_is_noted(post: str, name: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, post, tokenizer_class=f"{name}Fast"))
+    begins = AutoTokenizer.from_pretrained(tmp_path)("ab", truncation=False)["input_ids"][0] == BOS
+    note = document_framing(tmp_path, tokenizer, NONE).note
+    assert (note is None) == (begins == (post == "begun"))
+    assert note is None or f" {'--add' if begins else '--no-add'}-bos-token" in note
+    assert document_framing(tmp_path, tokenizer, FramingOptions(bos=begins)).note is None
+
+
 def test_tokenizer_that_panics_is_refused_without_a_word_of_its_library(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
