@@ -41,7 +41,8 @@ class Dataset(Protocol):
     def read(self, state: Any) -> Iterator[tuple[Sequence[Mapping[str, Any]], Any]]:
         """Yield `request.num_rows` rows for each step, and the state after it, from a state on; None: the beginning.
 
-        A state is JSON, not None, and the same on all ranks.
+        A state is JSON, not None, and the same on all ranks. This must not end before --steps: the run then fails, and
+        the steps since its last checkpoint are lost.
         """
 
 
