@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
+from pathlib import Path
 
-from manifests.errors import OutputError, SourceError, system_errors
+from manifests.errors import InputError, OutputError, SourceError, system_errors
 from manifests.index import INDEX_NAME
+from manifests.jsontext import parse_json_object
 from manifests.models.config import CONFIG_NAME
 from manifests.paths import is_file
+from manifests.store import read_small_file
 from manifests.versions import VERSION_INDEX
 from stores.base import Folder
 from stores.local import LocalFolder
@@ -39,3 +43,13 @@ def check_chain(folder: Folder, where: str) -> None:
     if has_config and not numbers_in(folder):
         problem = "is the folder of a model, and commands would read the chain in its place"
         raise OutputError(where, problem, "publish to another folder", code="output.not-ours")
+
+
+def files_of_version(folder: Path) -> Collection[str] | None:
+    """Return the files of a version, which after a kill may lack only its name; None: the folder is of others."""
+    try:
+        index = parse_json_object(read_small_file(folder / INDEX_NAME), str(folder))
+        files = parse_json_object(str(index["metadata"]["files"]).encode(), str(folder))
+        return {INDEX_NAME, *index["weight_map"].values(), *files}
+    except (InputError, KeyError, TypeError, AttributeError):
+        return None

@@ -8,20 +8,18 @@ are spooled to disk, since a header needs their sizes, and comes first. Memory: 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast, get_args
+from typing import get_args
 
 from manifests.digest import digest_bytes
-from manifests.errors import InputError, Parameter, SourceError, check_choice
+from manifests.errors import Parameter, SourceError, check_choice
 from manifests.index import INDEX_NAME, MAX_SHARD_NBYTES, split_by_size
-from manifests.jsontext import parse_json_object
 from manifests.paths import root_shard_path
 from manifests.safetensors import layout_tensors
-from manifests.store import read_small_file
 from manifests.versions import LOCK_NAME, encode_version, folder_of, metadata_of
 from reshard.copy.destination import FolderTarget, Target, check_apart, check_unchanged, copy_files, open_target
 from reshard.copy.engine import WriteOptions
@@ -33,7 +31,6 @@ from reshard.formats.auxiliary import with_source_files
 from reshard.formats.delta.chain import Chain, Version, open_chain, open_versions, state_digest
 from reshard.formats.delta.codec import check_packages
 from reshard.formats.delta.read import check_files, check_state, open_version, other_base, with_header_digests
-from reshard.formats.huggingface.weight_map import read_shard_index
 from reshard.formats.huggingface.write import with_config_for
 from reshard.formats.open import open_source
 from reshard.plans.pack_plan import OutputShard, lay_out_root, with_header
@@ -49,7 +46,7 @@ from stores.folders.lock import locking
 from stores.folders.publish import TMPDIR, temporary_folder, writing_to
 from stores.local import LocalFolder
 from stores.open import Address, open_store
-from stores.versions import check_chain
+from stores.versions import check_chain, files_of_version
 
 _SPOOL_NAME = ".publish.spool"
 _LEAST_NBYTES = MAX_SHARD_NBYTES // 100_000  # that a tensor counts as: the header of a shard has a limit, too
@@ -258,7 +255,13 @@ class _Publisher:
         # In a bucket, `force` takes the place of a publisher that was killed; a version that exists is never replaced.
         force = is_url(self.place)
         return open_target(
-            self.place, shards, force=force, find_owned=_files_of, wanted=wanted, last=INDEX_NAME, is_reserved=True
+            self.place,
+            shards,
+            force=force,
+            find_owned=files_of_version,
+            wanted=wanted,
+            last=INDEX_NAME,
+            is_reserved=True,
         )
 
 
@@ -272,16 +275,6 @@ def _delta_shards(differences: Sequence[Difference]) -> list[OutputShard]:
         text = new_header_text(entries, {tensor.name: digests[tensor.name] for tensor in run})
         shards.append(with_header(root_shard_path(at, len(runs)), run, text, entries))
     return shards
-
-
-def _files_of(folder: Path) -> Collection[str] | None:
-    """Return the files of a version that lacks only its name, as a kill may leave it; None: it is of others."""
-    try:
-        index = read_shard_index(read_small_file(folder / INDEX_NAME), str(folder))
-        files = parse_json_object(str(cast("dict[str, object]", index.metadata)["files"]).encode(), str(folder))
-    except (InputError, KeyError, TypeError):
-        return None
-    return {INDEX_NAME, *index.weight_map.values(), *files}
 
 
 def _commit(

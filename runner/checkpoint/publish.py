@@ -55,7 +55,7 @@ from stores.objects.client import open_writable
 from stores.objects.lock import check_lock
 from stores.objects.output import ObjectTarget, open_output
 from stores.open import open_store
-from stores.versions import check_chain, numbers_in
+from stores.versions import check_chain, files_of_version, numbers_in
 
 _Written = tuple[list[str], int, str | None]  # of a shard: FQNs, bytes, and its ETag in a bucket
 
@@ -245,7 +245,7 @@ class Publisher(InFlight[PublishReport]):
                     raise
                 return number, is_delta, self._output.lock
             out = Path(self._chain) / folder_of(number)
-            target = publishing(out, force=False, find_owned=lambda _: None, wanted=wanted)
+            target = publishing(out, force=False, find_owned=files_of_version, wanted=wanted)
             return number, is_delta, str(stack.enter_context(target))
 
     def _is_base(self, index: InputFile, last: _State) -> bool:

@@ -306,6 +306,19 @@ def test_run_whose_lock_is_taken_over_publishes_nothing(
     assert [path.name for path in chain.iterdir()] == [LOCK_NAME]
 
 
+def test_version_that_a_kill_left_without_its_name_is_published_again(packed_alone: Path, tmp_path: Path) -> None:
+    chain = tmp_path / "chain"
+    with publisher_to(chain, packed_alone, StallTimer()) as (publisher, weights):
+        for step in (1, 2):
+            publish_filled(publisher, weights, step)
+        publisher.reports(wait=True)
+        (chain / "weight_v000002").rename(chain / ".weight_v000002.partial")  # killed right before the rename
+        publish_filled(publisher, weights, 3)
+        assert [report.failure for report in publisher.reports(wait=True)] == [None]
+    assert versions(chain) == [(1, None), (2, None)]
+    assert not list(chain.glob(".*.partial"))
+
+
 def test_run_waits_for_another_process_that_publishes_to_its_chain(packed_alone: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "chain").mkdir()
