@@ -164,8 +164,9 @@ def prune_delta(chain: str | Path, *, keep: int) -> PruneResult:
 
         client = open_writable(chain)
         for number, names in _files_before(opened.folder.names(), first):
-            client.remove([f"{folder_of(number)}/{INDEX_NAME}"])  # without it, there is no version
-            client.remove(names)
+            index = f"{folder_of(number)}/{INDEX_NAME}"
+            client.remove([index])  # without it, there is no version
+            client.remove([name for name in names if name != index])
     else:
         with writing_to(str(chain)), locking(Path(chain) / LOCK_NAME, str(chain), "reshard delta prune") as check_lock:
             for number, _ in _files_before((f"{name}/" for name in os.listdir(chain)), first):

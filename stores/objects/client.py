@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -160,8 +161,14 @@ class ObstoreClient:
         return ObjectWriter(where, file, self.uplink.begin(), nbytes, (check, done))
 
     def remove(self, names: Collection[str]) -> None:
+        """Remove objects, of which some may be gone."""
         with explained(self.url):
-            self.patient.delete(list(names))
+            try:
+                self.patient.delete(list(names))
+            except FileNotFoundError:  # of all but S3: one is gone, also where a request was sent twice
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        self.patient.delete(name)
 
 
 class ObjectWriter:

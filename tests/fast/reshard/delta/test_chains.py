@@ -266,15 +266,18 @@ def test_roll_back_and_fork(chain: Path, published: tuple[Path, list[dict[str, b
     assert found == (3, "source.chain-exists", str(fork))
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
 def test_prune_keeps_what_the_last_versions_are_computed_from(
-    chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, scheme: str
 ) -> None:
-    assert run("delta", "prune", chain, "--keep", "1", "--json").json["removed"] == []
+    address = f"{scheme}{chain}"
+    assert run("delta", "prune", address, "--keep", "1", "--json").json["removed"] == []
     run("delta", "fold", chain)
     assert reshard.publish_delta(published[0] / "v1", chain).number == 6
-    assert run("delta", "prune", chain, "--keep", "3", "--json").json["removed"] == []
-    assert run("delta", "prune", chain, "--keep", "2", "--json").json["removed"] == [1, 2, 3, 4]
+    assert run("delta", "prune", address, "--keep", "3", "--json").json["removed"] == []
+    assert run("delta", "prune", address, "--keep", "2", "--json").json["removed"] == [1, 2, 3, 4]
     assert [entry.number for entry in reshard.delta_log(chain)] == [5, 6]
+    assert not [path for path in chain.glob("weight_v00000[1-4]/*") if path.is_file()]
     apply_delta(chain, tmp_path / "served")
     assert served(tmp_path / "served") == published[1][0]
     assert reshard.verify_delta(chain).ok

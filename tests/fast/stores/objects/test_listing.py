@@ -1,4 +1,4 @@
-"""Prefixes with many objects: a chain has as many as it gets, any other has those of one checkpoint."""
+"""Prefixes with many objects: a chain has as many as it gets, any other has those of one checkpoint. Their removal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from stores.objects.client import open_client
 from stores.objects.store import open_objects
 from stores.versions import numbers_in
 from tests.refusals import refused
@@ -25,3 +26,10 @@ def test_versions_of_a_chain_are_not_counted_as_objects_of_one_checkpoint(
     for name in ("a", "b", "c"):
         (tmp_path / name).write_text("of another")
     assert refused(lambda: open_objects(url).names()) == ("store.too-many-files", url)
+
+
+def test_objects_that_are_gone_already_are_removed(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).write_text(name)
+    open_client(f"file://{tmp_path}").remove(["gone", "a", "gone, too", "b"])
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
