@@ -183,7 +183,7 @@ class Saver(InFlight[SaveReport]):
         )
 
     def _make_room(self, path: Path, stop: threading.Event) -> None:
-        """Set an existing checkpoint aside, on rank 0: it is damaged, or the run would have resumed from it."""
+        """Set what is there aside, on rank 0: a checkpoint is damaged, or the run would have resumed from it."""
         if dist.get_rank() == 0:
             with self._timer.working():
                 self._check()

@@ -20,7 +20,7 @@ from manifests.paths import is_file
 from manifests.store import open_shard, sync_folder
 from stores.folders.lock import locking
 from stores.folders.owned import files_of_manifest, foreign_files, record_owned, remove_leftover, remove_tree
-from stores.folders.publish import aside_of
+from stores.folders.publish import aside_of, is_free
 from stores.open import open_manifest
 
 logger = logging.getLogger("runner")
@@ -211,18 +211,19 @@ def _why_kept(path: Path) -> str | None:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a checkpoint at `path`: rename a folder there, which the run did not resume, as a whole.
+    """Make room for a checkpoint at `path`: rename what is there, which the run did not resume, as a whole.
 
-    It is not replaced: not every file system can exchange two folders, and what is damaged may be of use to somebody.
+    It is not replaced: not every file system can exchange two folders, and what is damaged may be of use to somebody,
+    as may a folder without a manifest, such as a copy of which a part is there.
     """
     with system_errors(path, "cannot be renamed", code="checkpoint.not-set-aside"):
-        if path.is_symlink() or not is_file(path / MANIFEST_NAME):
+        if is_free(path):
             return
         step = _stored_step(path)
         aside = aside_of(path)
         os.rename(path, aside)
         sync_folder(path.parent)
-    problems = {None: "its manifest cannot be read", step_of(path): "was not resumed"}
+    problems = {None: f"no {MANIFEST_NAME} in it can be read", step_of(path): "was not resumed"}
     problem = problems.get(step, f"is a checkpoint of step {step}")
     logger.warning("%s: %s; renamed to %s", path, problem, aside)
 

@@ -104,7 +104,7 @@ def publishing(
             empty(partial)
         if not is_resumed or not (partial / RECORD_NAME).is_file():
             write_record(partial, wanted)
-        if not _is_free(out):  # to be replaced: check it now rather than after writing everything
+        if not is_free(out):  # to be replaced: check it now rather than after writing everything
             check_writable(out.parent, str(out), exchange=swap)
         yield partial
         if files := _find_replaced(out, force, find_owned):  # it may have appeared since, or files of others in it
@@ -174,13 +174,13 @@ def check_target(out: Path, force: bool, find_owned: FindOwned, swap: Swap | Non
         raise OutputError(str(out), problem, hint, code="output.working-folder")
     if files := _find_replaced(out, force, find_owned):
         check_only_ours(out, files)
-    if swap is not None and not _is_free(out):
+    if swap is not None and not is_free(out):
         check_writable(out.parent, str(out), exchange=swap)
 
 
 def _find_replaced(out: Path, force: bool, find_owned: FindOwned) -> Collection[str]:
     """Return the files of ours in the folder to replace; none if it does not exist or is empty."""
-    if _is_free(out):
+    if is_free(out):
         return ()
     files = find_owned(out) if out.is_dir() and not out.is_symlink() else None
     if not force:
@@ -218,7 +218,7 @@ def check_not_mounted(out: Path) -> None:
         raise OutputError(str(out), problem, f"use a subfolder, such as {out / 'packed'}", code="output.mount-point")
 
 
-def _is_free(out: Path) -> bool:
+def is_free(out: Path) -> bool:
     """Return whether `out` does not exist or is an empty folder."""
     return not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir()))
 
@@ -290,7 +290,7 @@ def _swap_in(partial: Path, out: Path, find_owned: FindOwned, swap: Swap) -> Non
     # Commit point: one rename, so that readers see either the old folder or the new one; see `exchange_or_rename`.
     if out.exists():
         _take_after(out, partial)
-    if _is_free(out):
+    if is_free(out):
         _sync_tree(partial)
         with _removed(partial / RECORD_NAME):
             _rename_for_good(lambda: os.rename(partial, out), lambda: os.rename(out, partial), out.parent)

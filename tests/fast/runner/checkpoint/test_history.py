@@ -311,6 +311,32 @@ def test_checkpoint_of_the_same_step_that_was_not_resumed_gives_way_whole(traine
     assert names_in(tmp_path) == ["step-000010", "step-000020.set-aside-1"]
 
 
+@pytest.mark.parametrize("kind", ["copy", "file", "link", "dangling"])
+def test_what_is_no_checkpoint_gives_way_under_the_name_of_one(kind: str, trained: Path, tmp_path: Path) -> None:
+    history, other = tmp_path / "history", tmp_path / "other"
+    fill(history, trained, 10)
+    fill(other, trained, 20)
+    path, aside = checkpoint_path(history, 20), history / "step-000020.set-aside-1"
+    if kind == "copy":  # interrupted
+        shutil.copytree(trained, path)
+        (path / "manifest.json").unlink()
+    elif kind == "file":
+        path.write_text("of somebody")
+    else:
+        path.symlink_to(checkpoint_path(other, 20) if kind == "link" else "gone")
+    before = files_in(history), files_in(other), os.lstat(path).st_ino
+    set_aside(path)
+    assert names_in(history) == ["step-000010", aside.name]
+    aside.rename(path)
+    assert (files_in(history), files_in(other), os.lstat(path).st_ino) == before
+
+
+def test_empty_folder_is_no_obstacle(tmp_path: Path) -> None:
+    checkpoint_path(tmp_path, 20).mkdir()
+    set_aside(checkpoint_path(tmp_path, 20))
+    assert names_in(tmp_path) == ["step-000020"]
+
+
 def test_what_a_kill_left_of_a_removal_does_not_stop_the_next(trained: Path, tmp_path: Path) -> None:
     fill(tmp_path, trained, 10, 20)
     (tmp_path / ".step-000010.removed" / "stage-000").mkdir(parents=True)

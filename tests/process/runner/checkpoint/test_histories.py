@@ -67,9 +67,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(checkpoint_path(place / "whole", 2), checkpoint_path(place / "launched", 2))
     shutil.copytree(place / "whole", place / "copied")
     shutil.copytree(checkpoint_path(place / "copied", 2), checkpoint_path(place / "copied", 10))
+    shutil.copytree(checkpoint_path(place / "copied", 2), checkpoint_path(place / "copied", 6))
+    (checkpoint_path(place / "copied", 6) / "manifest.json").unlink()  # not yet copied
     (place / "blocked").mkdir()
     for step in (1, 2):
-        checkpoint_path(place / "blocked", step).touch()
+        (place / "blocked" / f".step-{step:06d}.partial").touch()
     going_on = ("--resume", "auto", "--checkpoint-every", 2, "--keep", 1)
     jobs = [
         saving(place, "damaged", place / "packed", *going_on, "--save", place / "final", steps=8),
@@ -112,7 +114,7 @@ def test_copy_under_the_name_of_a_later_step_costs_no_progress(place: Path) -> N
     copied = checkpoint_path(place / "copied", 10)
     assert f"warning: {copied}: its manifest says step 2" in said(place / "copied-log")
     assert [line["step"] for line in lines_of(place / "copied-log") if "loss" in line] == [5, 6]
-    assert names_in(place / "copied") == ["step-000006", "step-000010"]
+    assert names_in(place / "copied") == ["step-000006", "step-000006.set-aside-1", "step-000010"]
 
 
 def test_run_whose_last_save_fails_has_failed(place: Path) -> None:
@@ -232,7 +234,7 @@ def test_run_that_is_started_again_replaces_what_it_has_saved_and_nothing_else(
 
 
 def test_weights_are_saved_and_evaluated_although_the_last_checkpoint_fails(packed: Path, tmp_path: Path) -> None:
-    taken = tmp_path / "history" / "step-000001" / "model-00001-of-00001.safetensors"
+    taken = tmp_path / "history" / ".step-000001.partial"
     taken.parent.mkdir(parents=True)
     taken.write_text("of somebody else")
     text = tmp_path / "text.jsonl"
@@ -240,7 +242,7 @@ def test_weights_are_saved_and_evaluated_although_the_last_checkpoint_fails(pack
     code, codes = train(packed, tmp_path, "--checkpoint", tmp_path / "history", "--eval-data", text)
     assert code == 3
     assert codes
-    assert set(codes) == {"output.exists"}
+    assert set(codes) == {"output.unwritable"}
     assert taken.read_text() == "of somebody else"
     assert reshard("verify", tmp_path / "trained").code == 0
     assert ["eval_loss" in line for line in lines_of(tmp_path)].count(True) == 1
