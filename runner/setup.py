@@ -25,6 +25,7 @@ from runner.checkpoint.adapter_record import base_of, check_adapters, check_laun
 from runner.checkpoint.peft_folder import load_adapters
 from runner.checkpoint.resume import Origin, check_state_of_all, differing_steps
 from runner.checkpoint.save import SaveContext
+from runner.checkpoint.seen import ABSENT, check_files
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
@@ -163,6 +164,8 @@ def begin(
         except InputError as error:
             if error.code in OF_COMBINATION or error.code.startswith(_UNDAMAGED):
                 raise
+            if error.code in ABSENT and len(origins) > 1:
+                check_files(origin.folder)
             first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
             if world.rank == 0 and len(origins) > 1:
                 logger.warning("warning: %s cannot be resumed: %s", origin.folder, error)

@@ -31,6 +31,7 @@ from runner.checkpoint.peft_folder import save_peft
 from runner.checkpoint.publish import Publisher
 from runner.checkpoint.resume import Origin, find_origins
 from runner.checkpoint.save import save
+from runner.checkpoint.seen import check_newest
 from runner.checkpoint.shard_file import Before
 from runner.checkpoint.state import nbytes_of
 from runner.config.flags import TrainOptions, parse_training
@@ -159,6 +160,8 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
     """Return what to start from, the best first, the same folders on all ranks; clear the log folder."""
     launched_here = Origin(launched.root, launched.read)  # nodes may have copies, at different paths
     origins: tuple[Origin, ...] = ()
+    if options.history is not None:
+        check_newest(options.history)
     with raise_on_all_ranks("resume"):
         if world.rank == 0:
             clear_state(options.log_dir)

@@ -67,18 +67,27 @@ def find_misnamed(history: Path) -> tuple[tuple[Path, int], ...]:
     return tuple((path, step) for path, step in _stored_steps(history) if step not in (None, step_of(path)))
 
 
+def newest_step(history: Path) -> int:
+    """Return the latest step that a folder with a manifest is named after; -1: there is none. No manifest is read."""
+    return next((step_of(path) or 0 for path in _named_paths(history)), -1)
+
+
 def _stored_steps(history: Path) -> Iterator[tuple[Path, int | None]]:
     """Yield each folder with the name of a step and the step in its manifest, by name, the latest first."""
-    paths = []
+    yield from ((path, _stored_step(path)) for path in _named_paths(history))
+
+
+def _named_paths(history: Path) -> Iterator[Path]:
+    """Yield the folders with the name of a step and a manifest, the latest first."""
     try:
-        for name in os.listdir(history):
-            if step_of(history / name) is not None and is_file(history / name / MANIFEST_NAME):
-                paths.append(history / name)
+        paths = [history / name for name in os.listdir(history)]
+        for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True):
+            if step_of(path) is not None and is_file(path / MANIFEST_NAME):
+                yield path
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise refused_by_system(str(error.filename or history), error, code="checkpoint.unreadable") from error
-    yield from ((path, _stored_step(path)) for path in sorted(paths, key=lambda path: step_of(path) or 0, reverse=True))
 
 
 def _stored_step(checkpoint: Path) -> int | None:

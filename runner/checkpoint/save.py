@@ -40,7 +40,7 @@ from stores.local import LocalFile
 logger = logging.getLogger(__name__)
 _Planned = dict[str, tuple[list[str], int] | None]  # FQNs and bytes of the shards that the index lists, by path
 _LEAST_NBYTES_PER_S = 128 << 20  # a save beside training that is slower yields to it no longer
-_PAUSES_S = (0.1, 0.3, 1.0, 3.0)
+PAUSES_S = (0.1, 0.3, 1.0, 3.0)
 _HINT = "--checkpoint and --save must be in a folder that all nodes share"
 
 
@@ -327,7 +327,7 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
 
 def _retry(find_error: Callable[[], InputError | None]) -> None:
     """Look a few times: NFS may answer from a node's cache for a while."""
-    for pause_s in _PAUSES_S:
+    for pause_s in PAUSES_S:
         if find_error() is None:
             return
         time.sleep(pause_s)

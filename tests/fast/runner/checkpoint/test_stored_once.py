@@ -146,7 +146,7 @@ FIRST = replace(SHARD, path="stage-000/model.safetensors")
 
 @pytest.fixture
 def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_folder, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(shared_folder, "PAUSES_S", (0.0, 0.0))
 
 
 def write(folder: Path, shard: Shard, data: bytes = b"abc") -> None:

@@ -6,7 +6,7 @@ JOBS is a JSON list of {"root": …, "args": […], "log": …}; a job's log get
 error, which every rank prints, and how many stages it has in memory whenever it has loaded some. With "opened", a file
 of that name and the rank's number gets the weight files that a rank opens; "path" is a folder that modules are imported
 from; "round" is how many elements of an owner's tensors are exchanged at a time.
-{rank} in an argument is the rank's number: a path on a disk that is its node's own.
+{rank} in an argument, or in "cwd", a folder to train in, is the rank's number: a path on a disk that is its node's own.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ def run_job(job: dict[str, Any], world: World) -> None:
     handler = Log(job["log"]) if world.rank == 0 else logging.NullHandler()
     logger.addHandler(handler)
     args = [arg.replace("{rank}", str(world.rank)) for arg in job["args"]]
+    before = os.getcwd()
+    os.chdir(job.get("cwd", before).replace("{rank}", str(world.rank)))
     sys.path[:0] = [job["path"]] if "path" in job else []
     if "opened" in job:
         note_opened(job["opened"])
@@ -69,6 +71,7 @@ def run_job(job: dict[str, Any], world: World) -> None:
         if isinstance(error, OneRankError):  # unless all ranks have met it, the others wait for this one
             dist.monitored_barrier(timeout=timedelta(seconds=20))
     finally:
+        os.chdir(before)
         logger.removeHandler(handler)
         handler.close()
 

@@ -15,6 +15,7 @@ from tests.fast.runner.tiny import save_model
 from tests.process.runner.training_jobs import job, lines_of, run_jobs, said
 from tests.process.torchrun import started
 
+pytestmark = pytest.mark.timeout(300)
 SIZES = ("--data", "synthetic", "--seq-len", 16, "--global-batch", 4)
 ONLY, AUTO = ("--train-only", r"layers\.0\."), ("--resume", "auto")
 
@@ -86,3 +87,35 @@ def test_damage_found_in_the_background_names_the_checkpoint_before_and_how_to_r
     assert f"resuming from {older} at step 2 " in said(place / "foreground")
     assert [line["step"] for line in lines_of(place / "foreground") if "loss" in line] == [3, 4, 5]
     assert json.loads((checkpoint_path(history, 5) / "manifest.json").read_text())["training"]["step"] == 5
+
+
+def test_newest_that_one_rank_does_not_see_is_not_passed_over_for_an_older_one(place: Path) -> None:
+    packed, unseen = pack(place / "model", place / "packed2", "pp=2"), place / "unseen"
+    run_jobs(2, [job(packed, place / "first", *SIZES, "--steps", 3, "--checkpoint-every", 1,
+                     "--checkpoint", place / "whole")])  # fmt: skip
+    shard = Path("checkpoints/step-000003/stage-001/exp_avg/model.safetensors")
+
+    def resumed(name: str, *paths_by_rank: Path | None) -> dict[str, object]:
+        """Resume in a folder of each rank's own that misses something on either."""
+        for rank, path in enumerate(paths_by_rank):
+            shutil.copytree(place / "whole", unseen / name / str(rank) / "checkpoints")
+            if path is not None:
+                missing = unseen / name / str(rank) / path
+                shutil.rmtree(missing) if missing.is_dir() else missing.unlink()
+        flags = (*SIZES, "--steps", 2, *AUTO, "--checkpoint", "checkpoints")
+        return job(packed, unseen / f"{name}-log", *flags, cwd=unseen / name / "{rank}")
+
+    newest = Path("checkpoints/step-000003")
+    run_jobs(2, [
+        resumed("folder", None, newest),
+        resumed("folder-0", newest, None),
+        resumed("shard", None, shard),
+        resumed("both", shard, shard),
+    ])  # fmt: skip
+    ends = [said(unseen / f"{name}-log").splitlines()[-1] for name in ("folder", "folder-0", "shard")]
+    assert ends == [
+        f"error: checkpoint.not-shared at rank 1: {newest}",
+        f"error: checkpoint.not-shared at rank 0: {newest}",
+        f"error: checkpoint.not-shared at rank 1: {shard}",
+    ]
+    assert "/step-000002 at step 2 " in said(unseen / "both-log")  # of which no rank sees the shard
