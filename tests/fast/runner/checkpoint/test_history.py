@@ -250,6 +250,32 @@ def test_removal_that_is_killed_twice_leaves_nothing_that_the_next_run_refuses(
         assert names_in(tmp_path) == [".lock"]
 
 
+def test_removal_on_a_full_disk_that_is_killed_anywhere_leaves_nothing_that_the_next_run_refuses(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, unlink, num_files = tmp_path / ".step-000003.removed", os.unlink, len(files_in(trained))
+
+    def write(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    for num_removed in range(num_files):
+        shutil.copytree(trained, left)
+
+        def killed(path: Path, num_removed: int = num_removed, **options: Any) -> None:
+            if left in Path(path).parents and len(files_in(left)) == num_files - num_removed:
+                raise KeyboardInterrupt
+            unlink(path, **options)
+
+        with monkeypatch.context() as patched:
+            patched.setattr("stores.folders.owned.write_file", write)
+            patched.setattr(os, "unlink", killed)
+            with pytest.raises(KeyboardInterrupt), claim_history(tmp_path):
+                pass
+        assert len(files_in(left)) == num_files - num_removed
+        with claim_history(tmp_path):
+            assert names_in(tmp_path) == [".lock"]
+
+
 def test_checkpoint_that_cannot_be_looked_through_stays_and_older_ones_go(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
