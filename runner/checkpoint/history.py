@@ -36,10 +36,11 @@ def checkpoint_path(history: Path, step: int) -> Path:
 
 
 def checkpoint_named(source: str, history: Path | None) -> Path:
-    """Return the path of a checkpoint as `--resume` names it, of which `step-N` is in `history`."""
-    if history is not None and re.fullmatch(r"step-\d+", source):
-        return checkpoint_path(history, int(source.removeprefix("step-")))
-    return Path(source)
+    """Return the path of a checkpoint as `--resume` names it: `step-N` is in `history`, `step-N/` unless it is here."""
+    match = re.fullmatch(r"step-(\d+)(/?)", source)
+    if history is None or match is None or (match[2] and Path(source).is_dir()):
+        return Path(source)
+    return checkpoint_path(history, int(match[1]))
 
 
 def step_of(checkpoint: Path) -> int | None:

@@ -257,9 +257,9 @@ def _named(source: str, history: Path | None) -> Path:
         checkpoints = find_checkpoints(folder) or (find_checkpoints(history) if history else ())
         there = ", ".join(path.name for path in checkpoints[:5])
         hint = "the checkpoint was never finished" if folder.exists() else "check the path for typos"
-        if source in ("latest", "last", "newest", "true", "yes"):
-            hint = "--resume auto takes the newest checkpoint of --checkpoint"
         hint = f"found {there}" if there else hint
+        if source in ("latest", "last", "newest", "true", "yes"):
+            hint = "--resume auto takes the newest checkpoint of --checkpoint" + (f": {hint}" if there else "")
         if is_file(folder / PEFT_CONFIG):
             start = f"--lora-from {shlex.quote(str(folder))}, without --resume, starts from its adapters"
             hint = f"it is a PEFT folder, without optimizer state: {start}"

@@ -114,6 +114,7 @@ def test_auto_that_never_finds_anything_is_refused(packed: Path, trained: Path, 
         (("--resume", "step-40", "--resume-weights-only"), "checkpoint.folder-in-use", "HISTORY"),
         (("--resume", "step-30"), "resume.no-checkpoint", "--resume step-30"),
         (("--resume", "nowhere"), "resume.no-checkpoint", "--resume nowhere"),
+        (("--resume", "latest"), "resume.no-checkpoint", "--resume latest"),
     ],
 )
 def test_checkpoints_of_another_past_are_refused(
@@ -125,6 +126,18 @@ def test_checkpoints_of_another_past_are_refused(
     assert (error.value.code, error.value.where.replace(str(history), "HISTORY")) == (code, where)
     if len(args) < 3:
         wording(str(error.value))
+
+
+def test_step_with_a_slash_is_a_folder_here_or_one_of_the_checkpoints(
+    packed: Path, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = history_of(trained, 40)
+    asked = options("--resume", "step-000040/", "--checkpoint", history)
+    assert origins(packed, asked) == (checkpoint_path(history, 40),)
+    here = trained.parent / "here" / "step-000040"
+    shutil.copytree(checkpoint_path(history, 40), here)
+    monkeypatch.chdir(here.parent)
+    assert origins(packed, asked) == (here,)
 
 
 def test_checkpoints_that_the_named_one_does_not_descend_from_are_refused(
