@@ -6,6 +6,7 @@ import json
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from itertools import chain
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -134,7 +135,7 @@ def _number(value: Any, path: str) -> float:
 def _decode_fields(document: Any, wanted: Callable[..., T], path: str, version: int) -> T:
     if not isinstance(document, Mapping):
         raise _invalid(path, f"expected an object, found {kind_of(document)}")
-    hints = get_type_hints(wanted)
+    hints = _hints_of(wanted)
     fields_of = {field.name: field for field in _fields_of(wanted, version)}
     prefix = f"{path}." if path else ""
     for key in document:
@@ -148,6 +149,11 @@ def _decode_fields(document: Any, wanted: Callable[..., T], path: str, version: 
         elif field.default is MISSING:
             raise ManifestError(f"{prefix}{name}", "missing required field", code="manifest.missing-field")
     return wanted(**values)
+
+
+@cache  # a manifest has thousands of shards, and a restart reads those of all checkpoints
+def _hints_of(record: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(record)
 
 
 def _fields_of(record: Any, version: int) -> list[Field[Any]]:

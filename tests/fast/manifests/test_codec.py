@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 from blake3 import blake3
@@ -113,6 +113,19 @@ def test_decoder_and_schema_refuse_a_spoiled_field_of_any_manifest(manifest: Man
     spoiled = corruption.of(document)
     assert not SCHEMA.is_valid(spoiled)
     assert refused(lambda: decode_manifest(json.dumps(spoiled).encode())) == (corruption.code, corruption.where)
+
+
+def test_types_of_fields_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    records = list[type]()
+
+    def look_up(record: type) -> dict[str, Any]:
+        records.append(record)
+        return get_type_hints(record)
+
+    monkeypatch.setattr("manifests.codec.get_type_hints", look_up)
+    for _ in range(2):
+        decode_manifest(GOLDEN.read_bytes())
+    assert len(records) == len({*records})
 
 
 def test_decoder_and_schema_refuse_every_spoiled_field_of_a_golden_file_by_its_path() -> None:
