@@ -36,7 +36,7 @@ def check_newest(history: Path) -> None:
 
 def check_files(checkpoint: Path) -> None:
     """Check that all ranks see the same files of a checkpoint of which one does not see all."""
-    with raise_on_all_ranks("load"), system_errors(checkpoint, code="checkpoint.unreadable"):
+    with raise_on_all_ranks("load"), system_errors(checkpoint, code="store.unreadable"):
         names = {MANIFEST_NAME, *(files_of_manifest(checkpoint) or ())}
         unseen = {name for name in names if not is_file(checkpoint / name)}
     of_others = [of_rank for of_rank in from_all_ranks(unseen) if MANIFEST_NAME not in of_rank]

@@ -94,7 +94,9 @@ def first_cells(page: str) -> set[str]:
 
 def test_every_reason_to_refuse_a_resume_has_a_row() -> None:
     codes = tomllib.loads((ROOT / "docs" / "errors" / "resume.toml").read_text())
-    sources = [(ROOT / "runner" / "checkpoint" / name).read_text() for name in ("resume.py", "adapter_record.py")]
+    sources = [
+        (ROOT / "runner" / "checkpoint" / name).read_text() for name in ("resume.py", "adapter_record.py", "seen.py")
+    ]
     raised = re.findall(r'code="(checkpoint\.[a-z-]+)"', "".join(sources))
     assert first_cells("resume-failed.md") == {*(f"resume.{code}" for code in codes), *raised}
 
