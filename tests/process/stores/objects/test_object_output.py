@@ -195,7 +195,7 @@ def test_writer_that_ends_just_before_it_is_taken_over_keeps_what_it_has_finishe
 
 def test_output_whose_writer_was_killed_before_it_removed_the_lock_is_taken_over(moto: MotoServer) -> None:
     url, wanted = url_of("killed-late"), {"config.json"}
-    open_output(url, wanted=wanted, last="config.json")
+    open_output(url, wanted=wanted, last="config.json").check_lock()  # the names are recorded
     moto.client().put_object(Bucket=BUCKET, Key="killed-late/config.json", Body=CONFIG)
     with open_output(url, force=True, wanted=wanted, last="config.json") as second:
         second.commit(MANIFEST, "config.json")
