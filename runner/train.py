@@ -160,7 +160,7 @@ def find_start(launched: Packed, options: TrainOptions, world: World) -> tuple[O
     """Return what to start from, the best first, the same folders on all ranks; clear the log folder."""
     launched_here = Origin(launched.root, launched.read)  # nodes may have copies, at different paths
     origins: tuple[Origin, ...] = ()
-    if options.history is not None:
+    if options.history is not None and options.resume.source == "auto":
         check_newest(options.history)
     with raise_on_all_ranks("resume"):
         if world.rank == 0:
