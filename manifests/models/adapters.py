@@ -29,13 +29,26 @@ RECORD_NAME = "adapter.json"  # of a checkpoint that has adapters alone, and ref
 BASE_DIGEST = "base_digest"  # of the metadata of our own PEFT folders, see `digest_of_base`
 BASE_TENSORS = "base_tensors"  # likewise, see `BaseTensor`
 BASE_PARENTS = "base_parents"  # likewise: digests of the manifests that the base descends from
-Target = str | tuple[str, ...]  # a regular expression, or the ends of names
+Names = str | tuple[str, ...]  # a regular expression, or the ends of names
 _NAMES = re.compile(r"[\w.]+(,[\w.]+)*")
 _BASE_TENSOR = re.compile(r"[A-Z0-9_]+ [0-9a-f]{64}( [0-9]{1,18})+")
 _ROUTERS = (".gate.weight", ".router.weight")
 
 
-def parse_target(text: str) -> Target:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selection:
+    """Modules of these names but for some, and of some layers alone."""
+
+    names: Names
+    excluded: Names
+    layers: tuple[int, ...]  # empty: all
+    lists: tuple[str, ...]  # regular expressions of the names of lists of layers; empty: any list
+
+
+Target = Names | Selection
+
+
+def parse_target(text: str) -> Names:
     """Read names with commas between them, `all-linear`, or a regular expression that is none of these."""
     if text != ALL_LINEAR and _NAMES.fullmatch(text):
         return tuple(text.split(","))
@@ -44,10 +57,38 @@ def parse_target(text: str) -> Target:
 
 
 def matches_target(target: Target, module: str) -> bool:
-    """Return whether peft adapts a linear module of this name; `all-linear` leaves out the head."""
-    if isinstance(target, str):
-        return target == ALL_LINEAR or re.fullmatch(target, module) is not None
-    return any(module == name or module.endswith(f".{name}") for name in target)
+    """Return whether peft adapts a linear module of this name; `all-linear` leaves out the head.
+
+    Source: peft 0.21.2, `check_target_module_exists`.
+    """
+    names = names_of(target)
+    if isinstance(target, Selection):
+        is_whole_name = not isinstance(names, str) and module in names  # of whichever layer
+        if _has_name(target.excluded, module) or not (is_whole_name or _is_in_layers(target, module)):
+            return False
+    return names == ALL_LINEAR or _has_name(names, module)
+
+
+def names_of(target: Target) -> Names:
+    return target.names if isinstance(target, Selection) else target
+
+
+def _has_name(names: Names, module: str) -> bool:
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _is_in_layers(selection: Selection, module: str) -> bool:
+    if not selection.layers:
+        return True
+    patterns = [_layer_pattern(name) for name in selection.lists] or [r".*?\.[^.]*\.(?P<layer>\d{1,18})\."]
+    match = next(filter(None, (re.match(pattern, module) for pattern in patterns)), None)
+    return match is not None and int(match["layer"]) in selection.layers
+
+
+def _layer_pattern(name: str) -> str:
+    return rf"(?:^|.*?\.){name}\.(?P<layer>\d{{1,18}})\."
 
 
 def has_adapters(manifest: Manifest) -> bool:
@@ -159,13 +200,23 @@ class PeftConfig:
 
     rank: int
     alpha: float
-    target: Target
+    target: Target | None  # None: peft's default, which depends on the model
     parameters: tuple[str, ...]
     is_rank_scaled: bool
     dropout: float
     ranks: Mapping[str, int]  # of modules that match a pattern
     alphas: Mapping[str, float]
     saved: tuple[str, ...]  # modules that are replaced as a whole
+
+    def selects(self, module: str, head: str) -> bool:
+        """Return whether a linear module has an adapter, as far as the config says; `head` is that of the model."""
+        if matches_target(self.parameters, f"{module}.weight"):
+            return True
+        if any(f".{name}." in f".{module}." for name in self.saved):
+            return False
+        if self.target is None:
+            return True
+        return matches_target(self.target, module) and not (names_of(self.target) == ALL_LINEAR and module == head)
 
     def scale_of(self, module: str, rank: int) -> float:
         """Return what the product of a module's adapter is multiplied by; `rank` is that of its tensors."""
@@ -190,11 +241,6 @@ def parse_peft_config(text: bytes, where: str) -> PeftConfig:
     if (initial := fields.get("init_lora_weights", True)) not in _INITIAL:
         problem = f"{initial!r} changes the base, so that the adapter is not relative to the original weights"
         raise _unsupported(f"{where}: init_lora_weights", problem)
-    target: Any = fields.get("target_modules") or ()
-    if not isinstance(target, str):
-        target = tuple(_list(fields, "target_modules", where))
-    elif target != ALL_LINEAR:
-        _check_pattern(target, f"{where}: target_modules")
     patterns = {name: fields.get(name) or {} for name in ("rank_pattern", "alpha_pattern")}
     for name, pattern in patterns.items():
         is_rank = name == "rank_pattern"
@@ -205,7 +251,7 @@ def parse_peft_config(text: bytes, where: str) -> PeftConfig:
     return PeftConfig(
         rank=int(_number(fields, "r", where, least=1, is_rank=True)),
         alpha=_number(fields, "lora_alpha", where),
-        target=target,
+        target=_target(fields, where),
         parameters=tuple(_list(fields, "target_parameters", where)),
         is_rank_scaled=bool(fields.get("use_rslora")),
         dropout=_number(fields, "lora_dropout", where, default=0.0),
@@ -213,6 +259,34 @@ def parse_peft_config(text: bytes, where: str) -> PeftConfig:
         alphas=patterns["alpha_pattern"],
         saved=tuple(_list(fields, "modules_to_save", where)),
     )
+
+
+def _target(fields: Mapping[str, Any], where: str) -> Target | None:
+    names, excluded = (_names(fields, name, where) for name in ("target_modules", "exclude_modules"))
+    layers, lists = fields.get("layers_to_transform"), fields.get("layers_pattern") or ()
+    layers = layers if isinstance(layers, list) else [] if layers is None else [layers]
+    if any(type(layer) is not int for layer in layers):
+        raise _invalid(f"{where}: layers_to_transform", "whole numbers", layers)
+    lists = (lists,) if isinstance(lists, str) else tuple(_list(fields, "layers_pattern", where))
+    for name in lists:
+        _check_pattern(_layer_pattern(name), f"{where}: layers_pattern")
+    for name, value in (("layers_to_transform", layers), ("layers_pattern", lists)):
+        if value and (isinstance(names, str) or not layers):
+            expected = "null beside a target_modules that is a string, or without layers_to_transform"
+            raise _invalid(f"{where}: {name}", expected, value)
+    if not excluded and not layers:
+        return None if fields.get("target_modules") is None else names
+    return Selection(names=names, excluded=excluded, layers=tuple(layers), lists=lists)
+
+
+def _names(fields: Mapping[str, Any], name: str, where: str) -> Names:
+    value = fields.get(name)
+    if not isinstance(value, str):
+        return tuple(_list(fields, name, where))
+    if name == "target_modules" and value.lower() == ALL_LINEAR:
+        return ALL_LINEAR
+    _check_pattern(value, f"{where}: {name}")
+    return value
 
 
 def _find(patterns: Mapping[str, Any], module: str, default: Any) -> Any:

@@ -130,8 +130,11 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
                 odd = next(
                     name for name in {**adapters.shapes, **shapes} if shapes.get(name) != adapters.shapes.get(name)
                 )
-                problem = f"expected {odd} of shape {adapters.shapes.get(odd)}, found {shapes.get(odd)}"
-                hint = "its adapters are of another model, or of modules that its config does not name"
+                expected, stored = adapters.shapes.get(odd), shapes.get(odd)
+                problem = f"expected {odd} of shape {expected}, found {stored}"
+                if expected is None or stored is None:
+                    problem = f"lacks {odd}" if stored is None else f"has {odd}, which {PEFT_CONFIG} does not select"
+                hint = f"its adapters are of another model, or {PEFT_CONFIG} is of another run"
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             for piece in pieces:
                 piece.memory.copy_(file.get_slice(f"{PEFT_PREFIX}{piece.fqn}")[piece.part.index])

@@ -112,6 +112,6 @@ def read_lora(folder: Path) -> LoraOptions:
             problem, hint = f"{name} of {PEFT_CONFIG} is not supported in training", "merge it first: reshard merge"
             raise UsageError(f"--lora-from {folder}", problem, hint, code="source.adapter-kind")
     return LoraOptions(
-        rank=config.rank, alpha=config.alpha, target=config.target, experts=bool(config.parameters),
+        rank=config.rank, alpha=config.alpha, target=config.target or (), experts=bool(config.parameters),
         dropout=config.dropout, is_rank_scaled=config.is_rank_scaled,
     )  # fmt: skip

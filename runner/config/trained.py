@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from manifests.errors import UsageError
 from manifests.models import ModelShape
-from manifests.models.adapters import ALL_LINEAR, Target, adapter_sizes, is_adapter
+from manifests.models.adapters import ALL_LINEAR, Target, adapter_sizes, is_adapter, names_of
 from manifests.models.mtp import MtpLayers
 from manifests.models.trainable import generic_entry
 from runner.config.flags import TrainOptions
@@ -60,8 +60,9 @@ def check_trained(options: TrainOptions, shape: ModelShape) -> None:
 
 
 def no_adapters(target: Target, architecture: str) -> UsageError:
+    names = names_of(target)
     return UsageError(
-        f"--lora-target {target if isinstance(target, str) else ','.join(target)}",
+        f"--lora-target {names if isinstance(names, str) else ','.join(names)}",
         f"matches no linear module of this {architecture}",
         f"name the ends of modules, such as q_proj,v_proj, or use {ALL_LINEAR}; experts in one tensor need "
         "--lora-experts, and neither the head nor Mamba's out_proj, x_proj and dt_proj can have an adapter",

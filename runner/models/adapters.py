@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.modules.conv import _ConvNd
 from transformers.pytorch_utils import Conv1D
 
-from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target
+from manifests.models.adapters import ALL_LINEAR, is_adapter, matches_target, names_of
 from runner.config.lora import LoraOptions
 from runner.config.trained import no_adapters
 from runner.models.regions import Region
@@ -78,7 +78,7 @@ class Adapters:
         fused = {f"{path}.{leaf}" for path, module in model.named_modules() for leaf in _FUSED
                  if hasattr(module, "A_log") and hasattr(module, "D")}  # fmt: skip
         odd = [path for path in sorted(everywhere & fused) if matches_target(lora.target, path)]
-        if odd and lora.target != ALL_LINEAR:
+        if odd and names_of(lora.target) != ALL_LINEAR:
             raise no_adapters((odd[0],), type(model).__name__)
         linear = [path for path, _ in model.named_modules() if path in everywhere - fused - {head}
                   and matches_target(lora.target, path)]  # fmt: skip

@@ -141,6 +141,18 @@ def test_peft_folder_is_not_read_on_weights_that_its_base_was_trained_from(tmp_p
     assert refused.value.code == "source.other-adapter"
 
 
+def test_peft_folder_with_other_modules_than_its_config_says_which(tmp_path: Path) -> None:
+    tensors, adapters = peft_of_one_module()
+    for odd in ("q_proj.lora_B.weight", "v_proj.lora_A.weight"):
+        write_adapter(tmp_path, {**tensors, f"{PREFIX}{odd}": float32((2, 2), 1)} if odd[0] == "v" else
+                      {name: tensor for name, tensor in tensors.items() if not name.endswith(odd)})  # fmt: skip
+        with pytest.raises(UserError) as refused:
+            read_peft(tmp_path, adapters, (), None)
+        assert refused.value.code == "source.other-adapter"
+        assert odd in refused.value.problem
+        assert "None" not in refused.value.problem
+
+
 def peft_of_one_module() -> tuple[dict[str, Tensor], Adapters]:
     names = ("q_proj.lora_A.weight", "q_proj.lora_B.weight")
     regions = {name: Region(fqn=name, shape=(2, 2), corner=(0, 0), sizes=(2, 2), dims=(0, 1)) for name in names}

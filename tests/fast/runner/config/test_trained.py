@@ -117,6 +117,11 @@ def test_what_trains_nothing_or_conflicts_is_refused(flags: list[str], where: st
         ({"rank_pattern": {"q_proj": 2.7}}, "rank_pattern", "source.bad-adapter"),
         ({"rank_pattern": {"(": 3}}, "rank_pattern", "source.bad-adapter"),
         ({"target_modules": [1]}, "target_modules", "source.bad-adapter"),
+        ({"exclude_modules": "("}, "exclude_modules", "source.bad-adapter"),
+        ({"layers_to_transform": [True]}, "layers_to_transform", "source.bad-adapter"),
+        ({"layers_to_transform": 0, "target_modules": "q"}, "layers_to_transform", "source.bad-adapter"),
+        ({"layers_to_transform": 0, "layers_pattern": "("}, "layers_pattern", "source.bad-adapter"),
+        ({"layers_pattern": ["h"]}, "layers_pattern", "source.bad-adapter"),
     ],
 )
 def test_config_of_another_adapter_is_refused(fields: dict[str, Any], place: str, code: str) -> None:
@@ -139,6 +144,14 @@ def test_training_starts_with_no_folder_that_has_more(tmp_path: Path, field: str
     with pytest.raises(UserError) as error:
         parse_training([*BASE, "--lora-from", str(tmp_path)])
     assert error.value.code == "source.adapter-kind"
+
+
+def test_folder_of_some_layers_and_not_of_excluded_modules_trains_these(tmp_path: Path) -> None:
+    fields = {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1], "exclude_modules": ["v_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**PEFT, **fields}))
+    options = parse_training([*BASE, "--lora-from", str(tmp_path)])
+    adapted = {fqn.partition(".lora")[0] for fqn in trained_params(options, SHAPE)}
+    assert adapted == {"model.layers.1.self_attn.q_proj"}
 
 
 def test_dropout_of_a_folder_is_refused_with_tensor_parallelism(tmp_path: Path) -> None:

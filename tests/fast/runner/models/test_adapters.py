@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,15 @@ import transformers
 
 from manifests.errors import UserError
 from manifests.models import is_expert, model_shape
-from manifests.models.adapters import ALL_LINEAR, PEFT_PREFIX, Target, adapter_sizes, is_adapter, parse_target
+from manifests.models.adapters import (
+    ALL_LINEAR,
+    PEFT_PREFIX,
+    Target,
+    adapter_sizes,
+    is_adapter,
+    parse_peft_config,
+    parse_target,
+)
 from manifests.models.catalogue import catalogued
 from manifests.models.memory import memory_of
 from manifests.models.trainable import generic_entry, is_generic
@@ -70,6 +79,45 @@ def test_convolutions_are_no_experts_and_attention_without_softmax_has_all() -> 
     found = adapters_of("Qwen3Next", "out_proj", experts=True, **EXPERTS)
     assert found.parameters == ("experts.gate_up_proj", "experts.down_proj")
     assert leaves_of(found) == {"out_proj"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [1]},
+        {"target_modules": ["w1", "q_proj"], "layers_to_transform": 1, "layers_pattern": "experts"},
+        {"target_modules": ["w1", "q_proj"], "layers_to_transform": [0, 3], "layers_pattern": ["h", "l[a-z]+"]},
+        {"target_modules": ["model.layers.0.q_proj", "w1"], "layers_to_transform": [2, 3]},
+        {"target_modules": ["q_proj", "w1"], "layers_to_transform": [], "exclude_modules": ["experts.1.w1"]},
+        {"target_modules": ["q_proj", "w1"], "exclude_modules": r".*\.[02]\..*"},
+        {"target_modules": r"model\.layers\.\d\..*w1", "exclude_modules": ["w1"]},
+        {"target_modules": r".*\.1\..*w1", "modules_to_save": ["layers.2", "lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["layers.2", "head"]},
+        {"target_modules": []},
+    ],
+)  # fmt: skip
+def test_config_selects_the_modules_that_peft_selects(fields: dict[str, Any]) -> None:
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    leaves = ("q_proj", "v_proj", *(f"experts.{expert}.w1" for expert in range(4)))
+    modules = [f"model.layers.{layer}.{leaf}" for layer in range(4) for leaf in leaves]
+    text = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4, **fields})
+    config = parse_peft_config(text.encode(), "here")
+    expected = {name: bool(check_target_module_exists(LoraConfig(**fields), name)) for name in (*modules, "lm_head")}
+    assert {name: config.selects(name, head="lm_head") for name in expected} == expected
+
+
+def test_all_linear_selects_no_head_and_target_parameters_select_a_weight() -> None:
+    fields = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    names = ("lm_head", "model.layers.0.q_proj")
+    for given, expected in (
+        ({"target_modules": "All-Linear"}, [False, True]),
+        ({"target_modules": [], "target_parameters": ["lm_head.weight"]}, [True, False]),
+        ({}, [True, True]),  # peft's own default, which depends on the model
+    ):
+        config = parse_peft_config(json.dumps({**fields, **given}).encode(), "here")
+        assert [config.selects(name, head="lm_head") for name in names] == expected
 
 
 @pytest.mark.parametrize("name", ["v_porj", "lm_head"])
