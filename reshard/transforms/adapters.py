@@ -30,9 +30,11 @@ from manifests.models.adapters import (
     PeftConfig,
     digest_of_base,
     digest_of_ranges,
+    matches_target,
     parse_base,
     parse_peft_config,
 )
+from manifests.models.shape import ModelShape
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.lazy import (
     OTHER_ADAPTER,
@@ -140,7 +142,7 @@ def merge_adapters(checkpoint: Checkpoint, adapters: Sequence[tuple[str, float]]
         adapter, touched = open_adapter(location), set[str]()
         _note_tokenizer(adapter, checkpoint)
         for module in adapter.pairs:
-            for fqn, term in _terms(adapter, module, find, checkpoint.shape.architecture):
+            for fqn, term in _terms(adapter, module, find, checkpoint.shape):
                 terms.setdefault(fqn, []).append(replace(term, scale=term.scale * weight))
                 touched.add(fqn)
         for fqn, tensor in adapter.saved.items():
@@ -186,25 +188,29 @@ def _is_equal(file: InputFile, other: InputFile | None) -> bool:
 
 
 def _terms(
-    adapter: Adapter, module: str, find: Callable[[str], TensorAt | None], architecture: str
+    adapter: Adapter, module: str, find: Callable[[str], TensorAt | None], shape: ModelShape
 ) -> Iterator[tuple[str, Term]]:
     """Yield what a module's adapter adds to each tensor."""
     a, b = adapter.pairs[module]
     if (weight := find(f"{module}.weight")) is not None:
-        is_transposed = architecture in _CONV1D and module.rpartition(".")[2].startswith("c_")
+        if not adapter.config.selects(module, head=shape.modules[-1]):
+            problem = f"has weights of {module}, which {PEFT_CONFIG} does not select, so that peft leaves them out"
+            hint = f"copy {PEFT_CONFIG} of the run that wrote these weights"
+            raise SourceError(adapter.location, problem, hint, code=OTHER_ADAPTER)
+        is_transposed = shape.architecture in _CONV1D and module.rpartition(".")[2].startswith("c_")
         term = Term(a=a, b=b, rank=adapter.config.rank_of(module), is_transposed=is_transposed)
         yield weight.name, _fitted(adapter, module, term, weight)
         return
     experts = module.replace(_INSIDE, "")
-    ends = {target.rpartition(".")[2] for target in adapter.config.parameters}
-    names, depth = [name for name in _FUSED if name in ends], module.count(_INSIDE)
+    names = [name for name in _FUSED if matches_target(adapter.config.parameters, f"{experts}.{name}")]
+    depth = module.count(_INSIDE)
     if depth >= len(names):
         raise _other(adapter, f"adapts {module}, and the model has no {module}.weight")
     name = names[-1 - depth]
     rank = adapter.config.rank_of(f"{experts}.{name}")
     if a.shape[0] % rank:
         raise _other(adapter, f"expected rank {rank} of {experts}.{name} ({PEFT_CONFIG}), found {a.shape[0]} rows")
-    term = Term(a=a, b=b, rank=rank, num_experts=a.shape[0] // rank, is_transposed=architecture in _TRANSPOSED)
+    term = Term(a=a, b=b, rank=rank, num_experts=a.shape[0] // rank, is_transposed=shape.architecture in _TRANSPOSED)
     for here, there in _EXPERTS_IN_FILES:
         renamed = experts.replace(here, there) if here else experts
         if (whole := find(f"{renamed}.{name}")) is not None:

@@ -23,6 +23,7 @@ from tests.fast.manifests.models.built import read_config
 from tests.fast.reshard.transforms.adapters import MODULES, PREFIX, adapter_tensors, float32, write_adapter
 
 Q = "model.layers.0.self_attn.q_proj"
+UNSELECTED = (("target_modules", ["q_proj"]), ("modules_to_save", ["v_proj"]), ("layers_to_transform", 1))
 
 
 @pytest.fixture
@@ -174,6 +175,7 @@ def test_ranks_alphas_and_rslora_scale_each_module(base: Path, tmp_path: Path) -
         ({"use_dora": True}, "source.adapter-kind"),
         ({"peft_type": "LOHA"}, "source.adapter-kind"),
         ({"r": 3}, "source.other-adapter"),
+        *(({name: value}, "source.other-adapter") for name, value in UNSELECTED),
         ({"drop": f"{PREFIX}{Q}.lora_A.weight"}, "source.bad-adapter"),
         ({"add": (f"{PREFIX}{Q}.lora_magnitude_vector", (16,))}, "source.adapter-kind"),
         ({"add": (f"{PREFIX}lm_head.weight", (40, 16))}, "source.other-adapter"),

@@ -159,7 +159,8 @@ def test_merge_into_float8_blocks_is_that_of_transformers_dequantized_and_quanti
     module = "model.layers.0.self_attn.o_proj"
     rows, columns = stored[f"{module}.weight"].shape
     a, b = float32((2, columns), 1), float32((rows, 2), 2)
-    write_adapter(tmp_path / "adapter", {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b})
+    write_adapter(tmp_path / "adapter", {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b},
+                  target_modules=["o_proj"])  # fmt: skip
     run("merge", tmp_path / "base", tmp_path / "adapter", "--out", tmp_path / "out")
     merged = tensors_in(tmp_path / "out")
     assert {fqn for fqn in stored if merged[fqn] != stored[fqn]} == {f"{module}.weight", f"{module}.weight_scale_inv"}

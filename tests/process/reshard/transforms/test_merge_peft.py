@@ -24,6 +24,8 @@ INTEGERS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float
     ("architecture", "dtype", "fields"),
     [
         (LLAMA, torch.bfloat16, {"use_rslora": True}),
+        (LLAMA, torch.float32, {"layers_to_transform": [1], "exclude_modules": ["k_proj"]}),
+        (LLAMA, torch.float32, {"target_modules": "all-linear", "exclude_modules": ["gate_proj"]}),
         # peft saves the adapted head beside its adapter
         (QWEN, torch.bfloat16, {"target_modules": ["q_proj", "lm_head"], "init_lora_weights": "orthogonal", "r": 4}),
         (QWEN, torch.bfloat16, {"target_parameters": EXPERTS}),
