@@ -44,6 +44,7 @@ from runner.tensors.dtensor import local_of
 from runner.tensors.local_shard import Piece, default_dtype
 from runner.tensors.row_parts import RowParts
 
+_RAISED = (StrictDataclassError, ArithmeticError, AssertionError, AttributeError, KeyError, TypeError, ValueError)
 _PREFIX = "model."  # of names in `StageOfAny`
 # What a pipeline has no use for. A tied head is a parameter of its own here; see `runner.training.ties`.
 _CONFIG: Mapping[str, object] = {
@@ -377,7 +378,7 @@ def _refusals(where: str) -> Iterator[None]:
     """Run a block in which transformers reads a config; `where` is the config's name."""
     try:
         yield
-    except (StrictDataclassError, AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+    except _RAISED as error:
         message = " ".join(str(error).split())
         problem = f"transformers {transformers.__version__} refuses it: {message}"
         raise ModelError(where, problem, code="config.refused-by-transformers") from error

@@ -123,3 +123,13 @@ def test_padding_token_outside_the_vocabulary_is_refused(pad: object) -> None:
     with pytest.raises(InputError) as error:
         family_for(read_config("tiny-llama", pad_token_id=pad), max_seq_len=8)
     assert (error.value.code, error.value.where) == ("config.refused-by-transformers", "config.json")
+
+
+def test_numbers_with_which_transformers_divides_by_zero_or_overflows_are_refused() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 16,
+              "low_freq_factor": 1.0, "high_freq_factor": 4.0}  # fmt: skip
+    for changes in ({"high_freq_factor": 0}, {"low_freq_factor": 10**30}):
+        config = read_config("tiny-llama", rope_parameters={"rope_theta": 1e4, **llama3, **changes})
+        with pytest.raises(InputError) as error:
+            family_for(config, max_seq_len=8)
+        assert (error.value.code, error.value.where) == ("config.refused-by-transformers", "config.json")
