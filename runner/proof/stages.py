@@ -161,7 +161,12 @@ def run_tiny(family: SelfChecked, dtype: torch.dtype = torch.float32) -> TinyRun
         whole = tiny.whole()
         for parameter in whole.body.parameters():
             parameter.data = parameter.data.to(dtype)
-        return TinyRun(family=tiny, whole=whole, results=run_whole(whole, tiny.vocab_size), dtype=dtype)
+        results = run_whole(whole, tiny.vocab_size)
+        if not all(_gradient(parameter).isfinite().all() for parameter in whole.body.parameters()):
+            problem = f"{family.architecture} with these fields computes gradients that are not finite, as a whole"
+            hint = f"check its numbers, such as rope_theta; {ANYWAY}"
+            raise ModelError("config.json", problem, hint, code="model.no-self-check")
+        return TinyRun(family=tiny, whole=whole, results=results, dtype=dtype)
 
 
 def tiny_of(family: SelfChecked) -> SelfChecked:

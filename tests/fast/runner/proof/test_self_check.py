@@ -298,6 +298,16 @@ def test_a_model_that_cannot_be_small_says_so(twin: Callable[[str], Generic], wo
     wording(str(caught.value))
 
 
+def test_a_config_with_which_the_whole_model_is_nan_is_not_an_error_of_stages() -> None:
+    config = {**config_of("LlamaForCausalLM").to_dict(), "architectures": ["LlamaForCausalLM"]}
+    family = family_for({**config, "rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, max_seq_len=8)
+    assert isinstance(family, Generic)
+    with pytest.raises(ModelError) as caught:
+        check(family, 3)
+    assert (caught.value.code, caught.value.where) == ("model.no-self-check", "config.json")
+    assert "stage" not in str(caught.value)
+
+
 def test_dropout_draws_the_same_numbers_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of("GPTNeoXForCausalLM", hidden_dropout=0.1, attention_dropout=0.1, tie_word_embeddings=True)
     family = family_for({**config.to_dict(), "architectures": ["GPTNeoXForCausalLM"]}, max_seq_len=8)
