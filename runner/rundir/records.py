@@ -18,8 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from manifests.errors import LaunchError, LogError, UsageError, system_errors
+from manifests.errors import LaunchError, LogError, StoreError, UsageError, system_errors
 from manifests.invariants import MANIFEST_NAME
+from manifests.paths import open_regular
 from manifests.store import write_file
 from stores.folders.probe import check_writable
 
@@ -46,7 +47,7 @@ Ended = Literal["done", "stopped", "failed"]
 def read_run_record(log_dir: Path) -> dict[str, Any] | None:
     """Return the run record of a folder; None if there is none that can be read."""
     try:
-        document = json.loads((log_dir / RUN_NAME).read_bytes())
+        document = _read_json(log_dir / RUN_NAME)
     except (OSError, ValueError, RecursionError):
         return None
     return document if isinstance(document, dict) and isinstance(document.get("id"), str) else None
@@ -196,7 +197,7 @@ def read_job_record(log_dir: Path) -> JobRecord:
     """Read the record of the job last launched with this log folder."""
     path = log_dir / JOB_NAME
     try:
-        document = json.loads(path.read_bytes())
+        document = _read_json(path)
         texts = {field: str(document[field]) for field in ("scheduler", "id", "name", "output")}
         if texts["scheduler"] not in SCHEDULERS:
             raise ValueError(f"expected one of {', '.join(SCHEDULERS)}, found {texts['scheduler']!r}")
@@ -249,7 +250,7 @@ def clear_state(log_dir: Path) -> None:
 def read_state(log_dir: Path) -> RunState | None:
     """Return how the last run ended; None if it left no state. That of another run is not this one's."""
     try:
-        document = json.loads((log_dir / STATE_NAME).read_bytes())
+        document = _read_json(log_dir / STATE_NAME)
         state = RunState(
             step=int(document["step"]),
             ended=document["ended"],
@@ -308,7 +309,7 @@ def read_beats(log_dir: Path, *, since: float = 0.0) -> tuple[Beat, ...]:
     beats = []
     for path in sorted((log_dir / _BEATS).glob("rank-*.json")):
         try:
-            beat = json.loads(path.read_bytes())
+            beat = _read_json(path)
             beat = Beat(**{**beat, "stages": tuple(beat["stages"])})
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
@@ -331,6 +332,15 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
     return installed
+
+
+def _read_json(path: Path) -> Any:
+    """Read a record; a pipe, for which a reader would wait, raises the `ValueError` of a damaged one."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return json.loads(file.read())
+    except StoreError as error:
+        raise ValueError(error.problem) from error
 
 
 def object_or_empty(value: object) -> Mapping[str, Any]:

@@ -161,6 +161,26 @@ def test_damaged_record_of_a_run_hides_neither_it_nor_others(tmp_path: Path, rec
         assert "damaged" in done.stdout
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("name", ["run.json", "state.json", "heartbeat/rank-00000.json"])
+def test_record_that_is_a_pipe_is_not_waited_for(log: Path, name: str) -> None:
+    (log / "heartbeat").mkdir(exist_ok=True)
+    (log / name).unlink(missing_ok=True)
+    os.mkfifo(log / name)
+    for verb in ("status", "list"):
+        done = CliRunner().invoke(cli, [verb, str(log)])
+        assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.timeout(30)
+def test_job_record_that_is_a_pipe_is_refused(log: Path) -> None:
+    (log / "job.json").unlink()
+    os.mkfifo(log / "job.json")
+    refused = CliRunner().invoke(cli, ["status", str(log)]).exception
+    assert isinstance(refused, LaunchError)
+    assert refused.code == "launch.bad-record"
+
+
 @pytest.mark.parametrize("flags", [(), ("--force",)])
 def test_job_that_has_ended_is_not_said_to_be_cancelled(log: Path, flags: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, ["cancel", str(log), *flags])
