@@ -232,6 +232,8 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
 def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions:
     """Return the options with a checkpoint's values for every flag that is not on the command line."""
     defaults = {name: value for name, value in remembered.items() if name not in options.given}
+    if remembered.get("dtype") == "fp32" and "master_dtype" not in options.given:  # whatever --dtype says
+        defaults["master_dtype"] = "fp32"
     return replace(_options({**options.values, **defaults}), given=options.given)
 
 
@@ -245,6 +247,8 @@ def _until_recalled(values: Mapping[str, Any], given: Collection[str]) -> dict[s
         filled["global_batch"] = values["microbatch"]
     if "decay_steps" not in given:
         filled["decay_steps"] = max(values["steps"], values["warmup_steps"] + values["stable_steps"] + 1)
+    if "dtype" not in given:
+        filled["dtype"] = values["master_dtype"] or values["dtype"]
     return filled
 
 

@@ -271,6 +271,8 @@ def notes(given_options: TrainOptions, options: TrainOptions, training: Training
         if name in given_options.given and (value := given_options.values[name]):
             lines.append(f"{flag_of(name)} {value} is not used: with --decay constant the learning rate stays at --lr")
     taken = {} if training is None else remembered(training)
+    if training is not None and options.compute.has_masters:
+        taken.setdefault("master_dtype", options.compute.master_dtype)
     shown = [f"{flag_of(name)} {value}" for name, value in taken.items() if _is_taken(name, value, given_options)]
     if shown:
         lines.append(f"recalled from the checkpoint: {', '.join(shown)}")

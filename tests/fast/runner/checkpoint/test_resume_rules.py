@@ -356,11 +356,32 @@ def test_config_that_differs_in_what_no_tensor_shows_is_said(packed: Path, train
 def test_flags_that_are_written_win_and_are_said(trained: Path) -> None:
     state, asked = state_of(trained), options("--lr", "0.01", "--seq-len", "8", "--steps", "200", "--dtype", "bf16")
     found = recall(asked, remembered(state))
-    assert (found.optim.lr, found.steps, found.compute.dtype, found.optim.decay_steps) == (0.01, 200, "bf16", 90)
+    assert (found.optim.lr, found.steps, found.optim.decay_steps) == (0.01, 200, 90)
+    assert (found.compute.dtype, found.compute.master_dtype, found.compute.reduce_dtype) == ("bf16", "fp32", "fp32")
     assert override_notes(asked, state) == (
         "--dtype bf16 overrides fp32 of the checkpoint",
         "--lr 0.01 overrides 0.002 of the checkpoint",
     )
+
+
+@pytest.mark.parametrize(
+    ("stored", "flags", "dtypes"),
+    [
+        (("F32", None), (), ("fp32", "fp32")),
+        (("F32", None), ("--dtype", "bf16", "--master-dtype", "bf16"), ("bf16", "bf16")),
+        (("F32", "BF16"), ("--master-dtype", "bf16"), ("bf16", "bf16")),
+        (("F32", "BF16"), ("--dtype", "fp32"), ("fp32", "fp32")),
+        (("BF16", None), (), ("bf16", "bf16")),
+        (("BF16", None), ("--dtype", "fp32"), ("fp32", "fp32")),
+        (("BF16", None), ("--master-dtype", "fp32"), ("bf16", "fp32")),
+    ],
+)
+def test_masters_keep_the_precision_of_the_checkpoint_unless_it_is_given(
+    trained: Path, stored: tuple[str, str | None], flags: tuple[str, ...], dtypes: tuple[str, str]
+) -> None:
+    state = replace(state_of(trained), dtype=stored[0], compute_dtype=stored[1])
+    found = continued(state, "--resume", trained, *flags).compute
+    assert (found.dtype, found.master_dtype) == dtypes
 
 
 def continued(state: TrainingState, *args: object) -> TrainOptions:
