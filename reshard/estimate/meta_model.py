@@ -29,7 +29,7 @@ from typing import Any
 
 from manifests.command.interpreter import module_command, safe_environment
 from manifests.digest import Hasher
-from manifests.errors import ModelError, UnreachableError
+from manifests.errors import ModelError, UnreachableError, UsageError
 from manifests.index import INDEX_NAME, encode_index
 from manifests.models import architecture_of
 from manifests.models.catalogue import entry_of
@@ -120,6 +120,10 @@ def _ask(
         reason = answer.get("memory") or f"its process was killed by {signal.Signals(-done.returncode).name}"
         problem, hint = f"{architecture} was not built: {reason}", "free memory: a whole tensor must fit; see dmesg"
         raise UnreachableError(where, problem, hint, code="system.out-of-memory")
+    if "unset" in answer:
+        problem = f"cannot initialize {answer['unset']}: {architecture} sets it as it is built, or with other tensors"
+        hint = "write a model with transformers, from_config(config).save_pretrained(FOLDER), and pack FOLDER"
+        raise UsageError("--init", problem, hint, code="options.init")
     if "missing" in answer:
         raise ModelError(
             f"{where}: architectures",
@@ -297,11 +301,17 @@ def _initial(model: Any, fqn: str, seed: int) -> Any:
             for module, owner in zip(reversed(modules), reversed(owners), strict=True):
                 owner._init_weights(module)
             result = table[leaf].detach()
+    except NotImplementedError as error:  # of values that are computed on the meta device, with those of others
+        raise _UnsetError(fqn) from error
     finally:
         table[leaf] = meta
     if result.sum().isnan() or (not result.is_floating_point() and bool((result == unset).any())):
-        raise ValueError(f"transformers does not initialize {fqn}")
+        raise _UnsetError(fqn)
     return result
+
+
+class _UnsetError(Exception):
+    """Transformers' `_init_weights` does not initialize this tensor by itself."""
 
 
 def main() -> None:
@@ -323,6 +333,8 @@ def main() -> None:
             answer = {"config": document, "tensors": tensors}
     except ImportError as error:
         answer = {"missing": error.name or str(error)}
+    except _UnsetError as error:
+        answer = {"unset": str(error)}
     except MemoryError as error:
         answer = {"memory": str(error) or "memory could not be allocated"}
     except Exception as error:  # whatever transformers raises of a config

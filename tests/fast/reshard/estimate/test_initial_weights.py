@@ -93,6 +93,16 @@ def test_tensors_are_distributed_as_those_of_transformers(name: str, tmp_path: P
     assert num_random > len(ours) / 4
 
 
+@pytest.mark.parametrize("name", ["ApertusForCausalLM", pytest.param("RwkvForCausalLM", marks=pytest.mark.slow)])
+def test_models_that_transformers_initializes_as_a_whole_alone_are_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_named(name)))
+    refused = refusal(
+        "pack", tmp_path / "config.json", "--init", "1", "--layout", "pp=1", "--out", tmp_path / "out"
+    ).found
+    assert refused == (2, "options.init", "--init")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tensors_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     config = llama_config()
     first = initialized(config, tmp_path / "first", seed=1)
