@@ -10,7 +10,7 @@ from manifests.errors import InputError, OutputError, SourceError, system_errors
 from manifests.index import INDEX_NAME
 from manifests.jsontext import parse_json_object
 from manifests.models.config import CONFIG_NAME
-from manifests.paths import is_file
+from manifests.paths import is_file, status_of
 from manifests.store import read_small_file
 from manifests.versions import VERSION_INDEX
 from stores.base import Folder
@@ -37,7 +37,8 @@ def numbers_in(folder: Folder) -> tuple[int, ...]:
 def check_chain(folder: Folder, where: str) -> None:
     """Check that a folder can become a chain: commands would read the chain in the place of a model."""
     if isinstance(folder, LocalFolder):
-        has_config = (folder.path / CONFIG_NAME).exists()
+        with system_errors(folder, code="store.unreadable"):
+            has_config = status_of(folder.path / CONFIG_NAME) is not None
     else:
         has_config = CONFIG_NAME in folder.names()
     if has_config and not numbers_in(folder):

@@ -330,7 +330,7 @@ def _address(chain: str | Path) -> Address:
 @contextmanager
 def _publishing(chain: Address) -> Iterator[tuple[Path, Callable[[], None]]]:
     """Yield a folder for the spool, and a check that no other process has taken over the chain in a folder."""
-    check_chain(open_store(str(chain)), str(chain))
+    check_chain(open_store(chain) if isinstance(chain, str) else LocalFolder(chain), str(chain))
     if isinstance(chain, str):
         with temporary_folder("reshard-publish-") as folder:
             yield folder, lambda: None

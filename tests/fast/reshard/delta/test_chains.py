@@ -586,6 +586,36 @@ def test_folder_of_a_model_does_not_become_a_chain(chain: Path, tmp_path: Path) 
     run("delta", "publish", tmp_path / "v2", "--chain", chain)
 
 
+@pytest.mark.parametrize("name", ["runs/new", "./runs/new", "gone/new"])
+def test_new_chain_at_a_relative_path_is_on_this_machine(
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And no repository of the hub, which is offline in tests."""
+    (chain.parent / "runs").mkdir()
+    monkeypatch.chdir(chain.parent)
+    run("delta", "publish", published[0] / "v1", "--chain", name)
+    assert reshard.publish_delta(published[0] / "v1", f"{name}-2").number == 1
+    run("delta", "fold", "chain", "--version", "3", "--out", f"{name}-3")
+    logs = [reshard.delta_log(Path(f"{name}{end}").resolve()) for end in ("", "-2", "-3")]
+    assert [[entry.number for entry in log] for log in logs] == [[1], [1], [3]]
+
+
+def test_chain_that_this_user_may_not_look_into_is_named(
+    published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may look into all."""
+    chain, stat = tmp_path / "chain", os.stat
+
+    def refused(path: Any, **options: Any) -> os.stat_result:
+        if str(path).startswith(str(chain)):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    found = refusal("delta", "publish", published[0] / "v1", "--chain", chain).found
+    assert found == (3, "store.unreadable", str(chain))
+
+
 def test_address_is_no_folder_to_apply_to(chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
