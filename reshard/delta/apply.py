@@ -213,16 +213,18 @@ def _number_of(chain: Chain, state: str | None, number: int | None) -> int | Non
     """
     if number in chain.numbers and chain.version(number).state == state:
         return number
-    versions = chain.versions()
-    for version in reversed(versions):
+    versions = list[Version]()
+    for version in chain.newest_first():
         if version.state == state:
             return version.number
         if version.base_state == state:
             return version.base
+        versions.append(version)
     unrecorded = [version.number for version in versions if (version.state, version.base_state) == (None, None)]
     if number in unrecorded or len(unrecorded) == len(versions):
         return number or 0
-    return versions[0].base if number is None and versions[0].base_state is None else None
+    oldest = versions[-1]
+    return oldest.base if number is None and oldest.base_state is None else None
 
 
 def _plan(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -130,11 +130,16 @@ class Chain:
             raise SourceError(str(self), problem, hint, code="source.no-version")
         return _read_version(self.folder, number)
 
-    def versions(self, numbers: Sequence[int] | None = None) -> list[Version]:
-        """Read the indices of versions, of all by default."""
+    def versions(self) -> list[Version]:
+        """Read the indices of all versions."""
+        return [*self.newest_first()][::-1]
+
+    def newest_first(self, numbers: Sequence[int] | None = None) -> Iterator[Version]:
+        """Read the indices of versions, of all by default; one that is malformed raises when it is that one's turn."""
         numbers = self.numbers if numbers is None else numbers
-        calls = {number: partial(self.version, number) for number in numbers}
-        return [read.result() for read in at_once(calls).values()]
+        calls = {number: partial(self.version, number) for number in reversed(numbers)}
+        for read in at_once(calls).values():  # those after a failure may be missing
+            yield read.result()
 
     def files(self, number: int) -> Mapping[str, str] | None:
         """Return the digests of a version's auxiliary files; one of slime's has those of the version before, if any."""
@@ -161,7 +166,7 @@ class Chain:
         versions: list[Version] = []
         self.version(number)
         for end in range(self.numbers.index(number) + 1, 0, -_NUM_TOGETHER):
-            for version in reversed(self.versions(self.numbers[max(0, end - _NUM_TOGETHER) : end])):
+            for version in self.newest_first(self.numbers[max(0, end - _NUM_TOGETHER) : end]):
                 if version.number > after:
                     versions.insert(0, version)
                 if version.is_full or version.number <= after:

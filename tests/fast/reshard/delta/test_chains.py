@@ -283,6 +283,25 @@ def test_prune_keeps_what_the_last_versions_are_computed_from(
     assert reshard.verify_delta(chain).ok
 
 
+def test_malformed_index_before_the_full_version_stops_only_what_reads_it(
+    chain: Path, published: tuple[Path, list[dict[str, bytes]]], tmp_path: Path
+) -> None:
+    folder, states = published
+    assert reshard.fold_delta(chain).number == 5
+    assert reshard.publish_delta(folder / "v1", chain).base == 5
+    index = chain / "weight_v000003" / INDEX
+    index.write_bytes(b"")
+    shutil.copytree(folder / "v4", tmp_path / "copy")  # of version 5
+    assert [apply_delta(chain, tmp_path / name).before for name in ("served", "copy")] == [None, 5]
+    assert served(tmp_path / "served") == served(tmp_path / "copy") == states[0]
+    assert reshard.publish_delta(folder / "v2", chain).base == 6
+    assert reshard.fold_delta(chain).number == 8
+    for args in (("log", chain), ("apply", chain, "--version", "4", "--to", tmp_path / "older")):
+        assert refusal("delta", *args).found[0::2] == (3, str(index))
+    assert reshard.prune_delta(chain, keep=1).removed == tuple(range(1, 8))
+    assert [entry.number for entry in reshard.delta_log(chain)] == [8]
+
+
 def test_files_about_training_are_not_published(chain: Path, tmp_path: Path) -> None:
     run("pack", f"{chain}@{NUM_STATES}", "--layout", "pp=1", "--out", tmp_path / "checkpoint")
     files = {"trained.json": encode_trained([]), "optimizer-steps.json": encode_steps({"lm_head.weight": 1}),
