@@ -73,6 +73,8 @@ def problem_with_slices(slices: Sequence[Slice]) -> str | None:
     for part in slices:
         if part.whole_shape != whole:
             return f"expected a slice of {list(whole)} as elsewhere, found one of {list(part.whole_shape)}"
+        if any(end > most for end, most in zip(part.end, whole, strict=True)):
+            return f"expected a slice within {list(whole)}, found {_shown(part)}"
     for first, second in _overlapping(part for part in slices if prod(part.shape)):
         return f"slices overlap: {_shown(first)} and {_shown(second)}"
     num_elements, expected = sum(prod(part.shape) for part in slices), prod(whole)

@@ -166,7 +166,8 @@ def _checked(at: TensorAt, name: str, tensor: DcpTensor, chunk: Chunk) -> Tensor
         expected = f"{tensor.dtype} {list(chunk.region.shape)}"
         problem = f"expected {expected} ({METADATA_NAME}), found {at.dtype} {list(at.shape)}"
         raise SourceError(f"{at.file}: {tensor.name!r}", problem, AGAIN, code="source.bad-archive")
-    part = None if chunk.region.shape == chunk.region.whole_shape else chunk.region
+    is_whole = chunk.region.shape == chunk.region.whole_shape and not any(chunk.region.offset)
+    part = None if is_whole else chunk.region
     return TensorAt(name, at.dtype, at.shape, at.file, at.begin, at.nbytes, None, part)
 
 

@@ -314,6 +314,4 @@ def _problem_with_chunks(chunks: Sequence[Slice]) -> str | None:
         if len(part.offset) != len(part.whole_shape) or len(part.shape) != len(part.whole_shape):
             sizes = f"{list(part.offset)} and {list(part.shape)}"
             return f"expected a chunk's offsets and sizes in {len(part.whole_shape)} dimensions, found {sizes}"
-        if any(end > most for end, most in zip(part.end, part.whole_shape, strict=True)):
-            return f"expected chunks within {list(part.whole_shape)}, found {list(part.offset)} to {list(part.end)}"
     return problem_with_slices(chunks)

@@ -292,6 +292,25 @@ def enlarge_chunk(metadata: Metadata, fqn: str) -> None:
     entry_of(metadata, fqn).chunks[0] = ChunkStorageMetadata(torch.Size([0]), torch.Size([1 << 42]))
 
 
+def move_chunk(metadata: Metadata, fqn: str) -> None:
+    """Let the only chunk begin at row 1: it has as many elements as the tensor, and ends beyond it."""
+    (chunk,) = entry_of(metadata, fqn).chunks
+    (index,) = [index for index in metadata.storage_data if index.fqn == fqn]
+    entry_of(metadata, fqn).chunks[0] = ChunkStorageMetadata(torch.Size([1]), chunk.sizes)
+    metadata.storage_data[replace(index, offset=torch.Size([1]))] = metadata.storage_data.pop(index)
+
+
+def append_beyond(metadata: Metadata, fqn: str) -> None:
+    """Let a tensor of twice the rows have its only chunk once more, beyond the end: as many elements as it has."""
+    (chunk,) = entry_of(metadata, fqn).chunks
+    (index,) = [index for index in metadata.storage_data if index.fqn == fqn]
+    (num_rows,) = chunk.sizes
+    second = torch.Size([2 * num_rows])
+    entry_of(metadata, fqn).size = second
+    entry_of(metadata, fqn).chunks.append(ChunkStorageMetadata(second, chunk.sizes))
+    metadata.storage_data[replace(index, offset=second, index=1)] = metadata.storage_data[index]
+
+
 LIES: dict[str, tuple[Callable[[Metadata, str], object], str]] = {
     "path out of the folder": (change_place(relative_path="../x.distcp"), "source.bad-dcp-metadata"),
     "absolute path": (change_place(relative_path="/etc/passwd"), "source.bad-dcp-metadata"),
@@ -304,6 +323,8 @@ LIES: dict[str, tuple[Callable[[Metadata, str], object], str]] = {
     "keys that are lists": (place_in_lists, "source.bad-dcp-metadata"),
     "overlapping chunks": (overlap, "shard.inconsistent-slices"),
     "larger than its chunks": (enlarge, "shard.inconsistent-slices"),
+    "chunk beyond the tensor": (move_chunk, "shard.inconsistent-slices"),
+    "second chunk beyond the tensor": (append_beyond, "shard.inconsistent-slices"),
     "larger than its bytes": (enlarge_chunk, "source.bad-archive"),
 }
 
