@@ -181,20 +181,30 @@ def _groups(folder: Folder, saved: DcpMetadata) -> tuple[list[Mapping[object, ob
     They are saved as one list, or each option by the number of the group, or by the name of each parameter.
     """
     groups: list[Mapping[object, object]]
+    entries: list[DcpTensor | DcpValue]
     if (whole := saved.values.get(_GROUPS)) is not None:
         entries = [whole]
-        (listed,) = read_values(folder, entries)
+        (listed,) = read_values(folder, [whole])
         groups = [group for group in listed if isinstance(group, dict)] if isinstance(listed, list) else []
     else:
         keyed: dict[str, dict[object, object]] = {}
-        options = {name: value for name, value in saved.values.items() if name.startswith(f"{_GROUPS}.")}
-        is_numbered = f"{_GROUPS}.0.params" in options
-        entries = [value for name, value in options.items() if not is_numbered or _NUMBERED.fullmatch(name)]
-        for entry, value in zip(entries, read_values(folder, entries), strict=True):
-            key, _, option = entry.name.removeprefix(f"{_GROUPS}.").rpartition(".")
+        entries = [*saved.values.values(), *saved.tensors]
+        entries = [entry for entry in entries if entry.name.startswith(f"{_GROUPS}.")]
+        if is_numbered := f"{_GROUPS}.0.params" in saved.values:
+            entries = [entry for entry in entries if _NUMBERED.fullmatch(entry.name)]
+        for name, value in _options_in(folder, entries).items():
+            key, _, option = name.removeprefix(f"{_GROUPS}.").rpartition(".")
             keyed.setdefault(key, {} if is_numbered else {"params": [key]})[option] = value
         groups = list(keyed.values())
     return groups, {entry.name for entry in entries}
+
+
+def _options_in(folder: Folder, entries: Sequence[DcpTensor | DcpValue]) -> dict[str, object]:
+    """Return what these entries have; of a tensor its only number, such as a learning rate for `torch.compile`."""
+    values = [entry for entry in entries if isinstance(entry, DcpValue)]
+    located = read_chunks(folder, {entry.name: entry for entry in entries if isinstance(entry, DcpTensor)})
+    numbers = {name: read_number(at, f"{at.file}: {name!r}") for name, (at, *_) in located.items()}
+    return {**dict(zip((value.name for value in values), read_values(folder, values), strict=True)), **numbers}
 
 
 def _options_by_parameter(groups: Iterable[Mapping[object, object]], where: str) -> dict[str, Mapping[object, object]]:

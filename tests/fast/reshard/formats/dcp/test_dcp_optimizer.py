@@ -329,6 +329,18 @@ def test_rates_of_groups_are_one_where_they_follow_one_schedule(
     assert (training.learning_rate and training.learning_rate.peak) == expected
 
 
+@pytest.mark.parametrize("form", [nested, flattened])
+@pytest.mark.parametrize("rate", [torch.tensor(0.25), torch.tensor([0.25], dtype=torch.float64)])
+def test_learning_rate_that_is_a_tensor_is_its_number(
+    rate: torch.Tensor, form: Callable[..., Options], tmp_path: Path
+) -> None:
+    saved_by(lambda model: torch.optim.AdamW(model.parameters(), rate), form)(tmp_path / "step-2")
+    pack(tmp_path / "step-2", tmp_path / "packed")
+    manifest = json.loads((tmp_path / "packed" / "manifest.json").read_text())
+    assert manifest["training"]["learning_rate"]["peak"] == 0.25
+    assert not manifest["source"].get("left_out")
+
+
 def groups_in(optimizers: Optimizers) -> list[dict[str, Any]]:
     return [group for optimizer in optimizers for group in optimizer.param_groups]
 
@@ -378,7 +390,7 @@ REFUSED: Mapping[str, Callable[[Path], Path]] = {
     "steps that nothing counts": saved_by(of(torch.optim.SGD, momentum=0.9), nested),
     "epochs, and no steps": saved_by(of(torch.optim.SGD, momentum=0.9), with_epochs),
     "an option that is no number": changed(lambda state: state["param_groups"][0].update(maximize=float("nan"))),
-    "a rate that is a tensor": saved_by(lambda model: torch.optim.AdamW(model.parameters(), torch.tensor(0.1)), nested),
+    "a rate of two numbers": changed(lambda state: state["param_groups"][0].update(lr=torch.ones(2))),
     "an option that AdamW does not have": changed(lambda state: state["param_groups"][0].update(rectify=True)),
     "a parameter in two groups": changed(in_two_groups),
     "a parameter in no group": changed(in_no_group),
