@@ -23,6 +23,7 @@ _MERGE = (
 )
 _RANK_OF_VLLM = re.compile(r"model-(?:pp-\d+-tp|rank)-\d+-part-\d+\.safetensors")
 _RANK_OF_TORCH = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_RANK_OF_MEGATRON = re.compile(r"(?:[^/]+/)?mp_rank_[\d_]+/(?:model_optim_rng|model_rng|distrib_optim)\.pt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ def read_shard_index(raw: bytes, where: str) -> ShardIndex:
 
 
 def refuse_ranks(folder: Folder) -> None:
-    """Raise if each rank wrote its own weights: vLLM's `sharded_state`, fused and padded, or slices of tensors."""
+    """Raise if each rank wrote its own weights: vLLM's `sharded_state`, Megatron-LM's `torch`, or slices of tensors."""
     shards = [name for name in folder.names() if name.endswith(SUFFIX) and "/" not in name]
     if shards and all(map(_RANK_OF_VLLM.fullmatch, shards)):
         problem = "is of vLLM's sharded_state, which is not supported: expected the weights of the model"
@@ -61,6 +62,11 @@ def refuse_ranks(folder: Folder) -> None:
     if shards and all(map(_RANK_OF_TORCH.fullmatch, shards)):
         problem = "has slices of tensors, as one rank wrote them: expected the weights of the model"
         raise SourceError(str(folder.file(shards[0])), problem, _MERGE, code="source.layer-slices")
+    ranks = [name for name in folder.names() if _RANK_OF_MEGATRON.fullmatch(name)]
+    if ranks and not any(name.endswith((SUFFIX, TORCH_SUFFIX)) for name in folder.names()):
+        problem = "is of Megatron-LM's format 'torch', which is not supported: expected 'torch_dist'"
+        hint = "load it in Megatron-LM and save it again with --ckpt-format torch_dist"
+        raise SourceError(str(folder.file(ranks[0])), problem, hint, code="source.megatron-format")
 
 
 def refuse_slices(file: InputFile, header: Header) -> None:

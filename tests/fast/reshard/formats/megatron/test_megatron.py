@@ -447,6 +447,20 @@ def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path)
     assert (exit_code, code) == (3, "model.unknown-megatron-layout")
 
 
+@pytest.mark.parametrize("name", ["mp_rank_00/model_optim_rng.pt", "mp_rank_01_003/distrib_optim.pt"])
+@pytest.mark.parametrize("has_config", [False, True])
+def test_files_of_megatrons_ranks_are_refused_by_their_names(has_config: bool, name: str, tmp_path: Path) -> None:
+    iteration = tmp_path / "saved" / "iter_0000001"
+    (iteration / name).parent.mkdir(parents=True)
+    (iteration / name).write_bytes(b"")
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("1")
+    if has_config:
+        (iteration / "config.json").write_text("{}")
+    assert refused(tmp_path / "saved", tmp_path / "out") == "source.megatron-format"
+    checked = reshard("check", iteration, "--json")
+    assert "source.megatron-format" in [problem["code"] for problem in checked.json["problems"]]
+
+
 TRAINED = GOLDEN / "llama-trained"  # after one step, with the state of its distributed optimizer
 
 
