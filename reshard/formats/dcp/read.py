@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from manifests.errors import SourceError
+from manifests.errors import ModelError, SourceError
 from manifests.models import ModelShape, tensor_names
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes
@@ -252,6 +252,20 @@ def _stored_once(weights: Mapping[str, TensorAt], shape: ModelShape) -> dict[str
 
 
 def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+    """Report what is wrong with a folder's files, and where its weights are not those of the model in config.json."""
+    contents = check_files(folder, findings, options)
+    if CONFIG_NAME in folder.names() and not findings:
+        try:
+            open_checkpoint(folder, OpenOptions(drop=frozenset({OPTIMIZER})))
+        except ModelError:
+            pass  # an architecture whose tensors are not known
+        except SourceError as error:
+            if error.code != "source.no-shards":  # a state dict may have the weights under any key
+                findings.add_error(error)
+    return contents
+
+
+def check_files(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
     """Report items whose files are missing or too short, and tensors whose chunks are not the whole of them."""
     index = read_index(folder)
     _report_files(folder, index.items, findings)

@@ -19,6 +19,7 @@ from reshard.archives.names import DATA_SUFFIX, MARK_NAME, METADATA_NAME
 from reshard.archives.tensors import read_object
 from reshard.formats.assemble import OPTIMIZER, ModelConfig, ModelTensors, read_model_config
 from reshard.formats.auxiliary import BESIDE_CONFIG, auxiliary_files
+from reshard.formats.dcp.read import check_files
 from reshard.formats.dcp.read import list_tensors as list_dcp_tensors
 from reshard.formats.megatron.arguments import check_arguments, config_of, with_defaults
 from reshard.formats.megatron.names import (
@@ -32,8 +33,9 @@ from reshard.formats.megatron.names import (
 )
 from reshard.formats.megatron.tensors import has_megatron_names, is_megatron_weight, under_names_of_huggingface
 from reshard.formats.megatron.training import MASTERS, find_optimizer, training_state
-from reshard.formats.table import Listing, OpenOptions
+from reshard.formats.table import CheckOptions, Listing, OpenOptions
 from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint
+from reshard.tensors.comparison import Contents, Findings
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.slices import merge_slices
 from stores.base import Folder, InputFile, read_whole
@@ -92,6 +94,18 @@ def read_weights(folder: Folder) -> dict[str, TensorAt]:
     """Return a checkpoint's weights, whole, and under Hugging Face's names."""
     saved = read_metadata(folder)
     return _read_weights(folder, saved, read_common(folder, saved))[1]
+
+
+def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents:
+    """Report what is wrong with a folder as one of DCP, and with what Megatron-Core writes beside the tensors."""
+    contents = check_files(folder, findings, options)
+    if not findings:
+        try:
+            _check_mark(folder)
+            read_common(folder, read_metadata(folder))
+        except SourceError as error:
+            findings.add_error(error)
+    return contents
 
 
 def list_tensors(folder: Folder) -> Listing:

@@ -266,8 +266,21 @@ def test_check_compares_the_weights_with_another_checkpoint(kind: str, tmp_path:
         assert codes(pair[0], "--against", pair[1], "--bytes") == ["check.other-bytes"]
     del native["norm.weight"]
     less = save(tmp_path / "less", kind, native)
-    assert codes(less, "--against", tmp_path / "model") == ["check.other-names"]
-    assert codes(less, "--against", one) == ["check.other-names"]  # the optimizer state as well
+    lost = ["source.missing-tensor", "check.other-names"]
+    assert codes(less, "--against", tmp_path / "model") == lost
+    assert codes(less, "--against", one) == lost  # the optimizer state as well
+
+
+def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
+    state = huggingface_state("llama", tmp_path / "model")
+    assert codes(save(tmp_path / "healthy", "llama", {"model": state, "optimizer": {"rate": 1}})) == []
+    assert codes(save(tmp_path / "elsewhere", "llama", {"app": {"model": state}})) == []
+    state["model.norm.weight"] = torch.ones(3)
+    assert codes(save(tmp_path / "other", "llama", state)) == ["source.shape-mismatch"]
+    config = json.loads((tmp_path / "other" / "config.json").read_text())
+    unknown = {**config, "model_type": "unknown", "architectures": ["Unknown"]}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(unknown))
+    assert codes(tmp_path / "other") == []
 
 
 def test_check_reads_the_values_of_weights_and_optimizer_state(tmp_path: Path) -> None:

@@ -441,6 +441,8 @@ def test_checkpoints_that_are_not_whole_or_not_known_are_refused(tmp_path: Path)
     assert refused(release, out) == "source.megatron-arguments"
     (release / "common.pt").unlink()
     assert refused(release, out) == "source.no-megatron-arguments"
+    checked = reshard("check", release, "--json")
+    assert [problem["code"] for problem in checked.json["problems"]] == ["source.no-megatron-arguments"]
     huggingface_state("gpt_oss", tmp_path / "other")
     pack(tmp_path / "other", tmp_path / "two", "pp=1")
     exit_code, code, _ = refusal("export", tmp_path / "two", "--to", "megatron", "--out", out).found
@@ -764,6 +766,8 @@ def test_values_beside_the_tensors_agree_with_them(
     else:
         (saved / file).write_text(json.dumps(json.loads((saved / file).read_text()) | changes))
     assert refused(saved, tmp_path / "out") == code
+    checked = [problem["code"] for problem in reshard("check", saved, "--json").json["problems"]]
+    assert checked == ([] if code == "source.megatron-optimizer" else [code])
 
 
 def test_what_else_a_trainer_saved_is_named(tmp_path: Path) -> None:
