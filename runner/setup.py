@@ -25,7 +25,7 @@ from runner.checkpoint.adapter_record import base_of, check_adapters, check_laun
 from runner.checkpoint.peft_folder import load_adapters
 from runner.checkpoint.resume import Origin, check_state_of_all, differing_steps
 from runner.checkpoint.save import SaveContext
-from runner.checkpoint.seen import ABSENT, check_files
+from runner.checkpoint.seen import ABSENT, see_all
 from runner.checkpoint.state import Held, held_state, held_weights, whole_weights
 from runner.config.flags import TrainOptions
 from runner.config.memory import planned_memory
@@ -154,21 +154,25 @@ def begin(
     if world.rank == 0 and options.checkpoint is not None and mesh.num_writers > 1:
         logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
     first: InputError | None = None
-    for number, origin in enumerate(origins, 1):
+    left, again = [*origins], None
+    while left:
+        origin = left.pop(0)
         try:
             ready = _begin(launched, origin, options, mesh, world, device)
-            ready.deferred.older = tuple(other.folder for other in origins[number:])
+            ready.deferred.older = tuple(other.folder for other in left)
             return ready
         except UnreachableError:  # this one may be readable at the next attempt
             raise
         except InputError as error:
             if error.code in OF_COMBINATION or error.code.startswith(_UNDAMAGED):
                 raise
-            if error.code in ABSENT and len(origins) > 1:
-                check_files(origin.folder)
-            first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
-            if world.rank == 0 and len(origins) > 1:
-                logger.warning("warning: %s cannot be resumed: %s", origin.folder, error)
+            is_lagging = error.code in ABSENT and origin.folder != launched.root and see_all(origin.folder)
+            if is_lagging and again is not origin:  # all see it now
+                left, again = [origin, *left], origin
+            else:
+                first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
+                if world.rank == 0 and len(origins) > 1:
+                    logger.warning("warning: %s cannot be resumed: %s", origin.folder, error)
         gc.collect()  # frees the stages of this attempt: the exception and the frames of its traceback form a cycle
     assert first is not None, "there is always a manifest to start from"
     raise first

@@ -297,13 +297,14 @@ def _open(
     ready: Ready, found: FoundData, group: dist.ProcessGroup | None, beat: Callable[[], None]
 ) -> Callable[[], _Feed]:
     """Open the data; return a function that reads this rank's rows of all remaining batches ahead, with the group."""
-    if ready.options.data.dataset is not None:
-        state = read_state(ready.origin) if found.position.num_sequences > 0 else None
-        return partial(_read_dataset, ready, group, state)
-    position, shared = found.position, None if group is None else SharedReading(GroupExchange(group))
-    # Sequences that are counted again, without a cursor, count their skipped documents again.
-    is_recount = position.cursor is None and position.num_sequences > 0
+    position, is_own = found.position, ready.options.data.dataset is not None
+    # Sequences of files that are counted again, without a cursor, count their skipped documents again.
+    is_recount = not is_own and position.cursor is None and position.num_sequences > 0
     num_skipped = 0 if ready.training is None or is_recount else read_skipped(ready.origin)
+    if is_own:
+        state = read_state(ready.origin) if position.num_sequences > 0 else None
+        return partial(_read_dataset, ready, group, num_skipped, state)
+    shared = None if group is None else SharedReading(GroupExchange(group))
     batches = read_batches(
         ready.options.data,
         ready.options.batch,
@@ -320,14 +321,14 @@ def _open(
     return lambda: _Feed(reader=_ahead(ready, batches, shared), num_skipped=num_skipped)
 
 
-def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, state: str | None) -> _Feed:
+def _read_dataset(ready: Ready, group: dist.ProcessGroup | None, num_skipped: int, state: str | None) -> _Feed:
     """Read this rank's rows of a package's own dataset ahead, from a state on."""
     counts = SharedCounts(None if group is None else GroupExchange(group))
     batches = read_dataset(
         ready.options.data, ready.options.batch, ready.engine.form, ready.rows, state, counts,
         folder=ready.launched.root, vocab_size=ready.chunks[0].family.vocab_size,
     )  # fmt: skip
-    return _Feed(reader=_ahead(ready, batches, counts), state=state)
+    return _Feed(reader=_ahead(ready, batches, counts), num_skipped=num_skipped, state=state)
 
 
 def _ahead(ready: Ready, batches: Iterator[Batch], shared: SharedReading | SharedCounts | None) -> ReadAhead:

@@ -274,8 +274,10 @@ def _target(fields: Mapping[str, Any], where: str) -> Target | None:
         if value and (isinstance(names, str) or not layers):
             expected = "null beside a target_modules that is a string, or without layers_to_transform"
             raise _invalid(f"{where}: {name}", expected, value)
+    if fields.get("target_modules") is None:
+        return None
     if not excluded and not layers:
-        return None if fields.get("target_modules") is None else names
+        return names
     return Selection(names=names, excluded=excluded, layers=tuple(layers), lists=lists)
 
 

@@ -133,7 +133,7 @@ def read_peft(folder: Path, adapters: Adapters, pieces: Iterable[Piece], record:
                 expected, stored = adapters.shapes.get(odd), shapes.get(odd)
                 problem = f"expected {odd} of shape {expected}, found {stored}"
                 if expected is None or stored is None:
-                    problem = f"lacks {odd}" if stored is None else f"has {odd}, which {PEFT_CONFIG} does not select"
+                    problem = f"lacks {odd}" if stored is None else f"has {odd}, which this run does not train"
                 hint = f"its adapters are of another model, or {PEFT_CONFIG} is of another run"
                 raise SourceError(str(path), problem, hint, code="source.other-adapter")
             for piece in pieces:

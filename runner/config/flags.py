@@ -232,7 +232,7 @@ def parse_training(args: Sequence[str]) -> TrainOptions:
 def recall(options: TrainOptions, remembered: Mapping[str, Any]) -> TrainOptions:
     """Return the options with a checkpoint's values for every flag that is not on the command line."""
     defaults = {name: value for name, value in remembered.items() if name not in options.given}
-    if remembered.get("dtype") == "fp32" and "master_dtype" not in options.given:  # whatever --dtype says
+    if "dtype" in options.given and "master_dtype" not in options.given and remembered.get("dtype") == "fp32":
         defaults["master_dtype"] = "fp32"
     return replace(_options({**options.values, **defaults}), given=options.given)
 

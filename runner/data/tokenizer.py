@@ -4,8 +4,8 @@
 transformers' `tokenizer(text)` adds the tokens of the post-processor in tokenizer.json, and no others: it ignores
 `add_bos_token` and `add_eos_token` of tokenizer_config.json if there is a tokenizer.json, and always ignores
 `bos_token_id` of config.json. Training and evaluation follow the same rule; flags override it. One thing is different:
-a document ends with EOS even if the tokenizer adds none. Two of transformers' classes replace the post-processor
-(`_BEGINS_WITH_BOS`): texts are framed as tokenizer.json says there, too, and a note says what differs.
+a document ends with EOS even if the tokenizer adds none. Two classes of causal language models replace the
+post-processor (`_BEGINS_WITH_BOS`): texts are framed as tokenizer.json says there, too, and a note says what differs.
 Source: transformers 5.23, `tokenization_utils_tokenizers.py`, `tokenization_utils_base.py`.
 """
 

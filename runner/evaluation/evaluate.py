@@ -86,8 +86,8 @@ def evaluate(options: EvalOptions, world: World) -> None:
     if (world.local_rank if options.is_json else world.rank) == 0:
         counts = {"skipped_documents": skipped.count} if options.data.skip_bad_documents else {}
         _print(loss, num_tokens, time.perf_counter() - started_s, counts, is_json=options.is_json)
-        if options.out is not None:
-            logger.info("written: %s", options.out)
+    if world.rank == 0 and options.out is not None:
+        logger.info("written: %s", options.out)
 
 
 def loss_over(

@@ -134,6 +134,8 @@ def check_beginning(launched: Packed, options: TrainOptions, degrees: ParallelDi
         _check_step(launched, options, degrees)
         check_balance(launched, options)
         check_length(launched, options)
+    elif [origin.folder for origin in origins] == [launched.root] and launched.manifest.training is None:
+        recall(options, {})  # which checks the defaults: nothing will be recalled
     for group, flag, name in (
         (LOSSES, "--loss", options.loss.entry_point),
         (DATASETS, "--data-class", options.data.dataset),

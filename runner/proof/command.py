@@ -17,7 +17,7 @@ from manifests.store import read_small_file
 from runner.bundle.packed import opened
 from runner.config.command import BeforeTraining
 from runner.config.declared import Number, WholeNumber
-from runner.config.flags import Device, parse_training, unwritten
+from runner.config.flags import Device, parse_training, recall, unwritten
 from runner.config.parallel_dims import DegreeOptions
 from runner.preflight.combinations import balance_flags
 from runner.preflight.preflight import check_device, check_request, check_torch
@@ -92,7 +92,7 @@ def _prove_run(
     words = (*unwritten({"--data": ("--data", _UNREAD)}, words), *words)
     options = parse_training(words)
     with opened(manifest, is_staged=True) as (_, launched):
-        options = parse_training((*words, *balance_flags(launched, options)))
+        options = recall(parse_training((*words, *balance_flags(launched, options))), {})
         num_pipeline = launched.manifest.layout.num_ranks
         num_ranks = nnodes * nproc_per_node if nproc_per_node else _ranks_of(options.degrees, num_pipeline)
         degrees = check_request(launched, options, num_ranks)

@@ -239,6 +239,16 @@ def test_schedule_file_that_cannot_be_read_is_no_reason_to_start_from_an_older_c
     assert (error.value.code, code_of(error.value), len(attempts)) == ("schedule.unreadable", code, 1)
 
 
+def test_checkpoint_with_a_file_that_all_ranks_see_a_moment_later_is_read_again(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = pack(packed.with_name("model"), packed.with_name("newest"), "pp=1")
+    (shard,) = newest.rglob("*.safetensors")
+    hidden = shard.rename(packed.with_name("hidden"))
+    monkeypatch.setattr(setup, "see_all", lambda folder: folder == newest and bool(hidden.rename(shard)))
+    assert start(packed, newest, packed, flags=("--no-self-check",)).origin.root == newest
+
+
 @pytest.mark.parametrize("code", ["manifest.differs-between-ranks", "shard.readings-differ"])
 def test_node_with_an_outdated_copy_or_a_faulty_disk_does_not_start_from_an_older_checkpoint(
     code: str, packed: Path, monkeypatch: pytest.MonkeyPatch

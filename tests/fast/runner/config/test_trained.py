@@ -154,6 +154,11 @@ def test_folder_of_some_layers_and_not_of_excluded_modules_trains_these(tmp_path
     assert adapted == {"model.layers.1.self_attn.q_proj"}
 
 
+def test_modules_that_a_config_does_not_name_are_left_to_peft_whichever_are_excluded() -> None:
+    fields = {**PEFT, "target_modules": None, "exclude_modules": ["v_proj"]}
+    assert parse_peft_config(json.dumps(fields).encode(), "here").target is None
+
+
 def test_dropout_of_a_folder_is_refused_with_tensor_parallelism(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({**PEFT, "lora_dropout": 0.1}))
     flags = [*BASE, "--lora-from", str(tmp_path)]

@@ -58,6 +58,8 @@ REFUSED: list[tuple[str, Words, Words, str, str]] = [
     ("trained", ("--scheduler", "slurm"), (), "resume.undecided", "PLACE/trained/manifest.json"),
     ("pp2", ("--scheduler", "slurm"), ("--resume", "auto"), "resume.nothing-to-find", "--resume auto"),
     ("trained", (), ("--resume", "PLACE/gone"), "resume.no-checkpoint", "--resume PLACE/gone"),
+    ("pp2", (), ("--resume", "auto", "--checkpoint", "PLACE/none", "--microbatch", "3"),
+     "options.batch-size", "--global-batch"),
     ("trained", (), ("--resume", "PLACE/other/trained"), "resume.other-model", "PLACE/other/trained/manifest.json"),
     ("trained", (), ("--resume", "PLACE/pp2"), "resume.no-optimizer-state", "PLACE/pp2/manifest.json"),
     ("trained", (), ("--resume", "PLACE/trained", "--schedule", "ZBVZeroBubble"), "schedule.other-placement",

@@ -26,6 +26,7 @@ from runner.bundle.packed import open_packed
 from runner.commands import cli
 from runner.config.flags import parse_training
 from runner.config.parallel_dims import ParallelDims
+from runner.proof import alone
 from runner.proof.alone import Request, combination_of
 from tests.builders import pack
 from tests.fast.manifests.models.built import build, perturb, read_config
@@ -80,6 +81,15 @@ def test_the_optimizer_of_the_run_is_proven(packed: Path) -> None:
     plan = run.options.optim.plan
     assert plan is not None
     assert {algorithm_of(group, plan.name) for group in plan.groups} == {"Muon", "AdamW"}
+
+
+def test_flags_that_a_checkpoint_would_recall_have_their_defaults(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = list[Request]()
+    monkeypatch.setattr(alone, "try_here", lambda request: requests.append(request) or ())
+    prove(packed, "--nproc-per-node", 4, "--json", "--", "--dp-shard", 2, "--resume", "auto", "--checkpoint", "none")
+    assert [request.options.batch.num_microbatches for request in requests] == [8]
 
 
 def test_a_machine_where_no_temporary_folder_can_be_made_is_refused(
