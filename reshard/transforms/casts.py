@@ -33,14 +33,14 @@ def with_ties_in_one_dtype(checkpoint: Checkpoint) -> Checkpoint:
     """
     tensors = dict(checkpoint.tensors)
     for group in checkpoint.shape.ties:
-        stored = [fqn for fqn in group if fqn in tensors]
-        for fqn in stored[1:]:
-            owner, copy = tensors[stored[0]], tensors[fqn]
-            if copy.dtype != owner.dtype and have_equal_samples(owner, copy, "F32"):
+        stored = [tensors[fqn] for fqn in group if fqn in tensors]
+        dtype = next((tensor.dtype for tensor in stored), "")
+        for copy in stored[1:]:
+            if copy.dtype != dtype and have_equal_samples(stored[0], copy, "F32"):
                 from reshard.transforms.arithmetic import exact_blocks  # numpy
 
-                make = partial(exact_blocks, copy, owner.dtype)
-                tensors[fqn] = derive(copy, owner.dtype, f"as {owner.dtype}, exactly", (copy,), make)
+                make = partial(exact_blocks, copy, dtype)
+                tensors[copy.name] = derive(copy, dtype, f"as {dtype}, exactly", (copy,), make)
     return replace(checkpoint, tensors=tensors)
 
 
