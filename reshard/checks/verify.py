@@ -32,7 +32,6 @@ from reshard.formats.table import CheckOptions
 from reshard.tensors.checkpoint import Checkpoint
 from reshard.tensors.comparison import Contents, Finding, Findings, compare
 from reshard.tensors.slices import merge_slices
-from reshard.transforms.casts import with_ties_in_one_dtype
 from stores.base import Folder, check_whole
 from stores.bundles import Bundles, TensorAt, join_slices
 from stores.open import ReadManifest, open_manifest
@@ -112,7 +111,7 @@ def verify(
     options = VerifyOptions(
         public_key=None if public_key is None else Path(public_key),
         quick=quick,
-        against=None if against is None else with_ties_in_one_dtype(_open_against(str(against), read)),
+        against=None if against is None else _open_against(str(against), read),
         stages=None if stages is None else _indices(stages),
     )
     return verify_manifest(read, options, counting(progress, _nbytes_to_read(read.manifest, options)))

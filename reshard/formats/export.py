@@ -47,7 +47,7 @@ from reshard.tensors.checkpoint import AuxiliaryAt, Checkpoint, ExportedWeights,
 from reshard.tensors.checksums import verify_records
 from reshard.tensors.lazy import MemoryFile
 from reshard.tensors.source_index import SUFFIX
-from reshard.transforms.casts import check_stored_ties, with_ties_in_one_dtype
+from reshard.transforms.casts import check_stored_ties
 from reshard.transforms.conversion import ExportDtype, cast_checkpoint, casts_in, with_config
 from reshard.transforms.quantize import forget_source, quantize_like_source
 from stores.address import is_inside, is_url, output_address, place_of
@@ -146,7 +146,7 @@ def export(
     checkpoint = forget_source(checkpoint)
     if to != "hf":
         if checkpoint.manifest is None:
-            check_stored_ties(with_ties_in_one_dtype(checkpoint), can_drop=False)
+            check_stored_ties(checkpoint, can_drop=False)
         _check_dtypes(checkpoint)
         if checkpoint.untied:  # who reads other formats goes by the config
             checkpoint = with_config(checkpoint, checkpoint.read_config(), "without ties")

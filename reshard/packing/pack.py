@@ -110,7 +110,7 @@ def prepare_pack(source: str, options: PackOptions, opened: Checkpoint | None = 
     staged = lay_out(model_name(source), checkpoint, options.layout, Assumptions(), sharding)
     stages = choose_stages(staged.plan, options.virtual, options.stages)
     if stages and len(stages) < len(staged.stages):  # others could take the root's shards for the whole model
-        plan = plan_pack(staged.checkpoint, staged.layout, replace(sharding, in_stage_folders=True))
+        plan = plan_pack(checkpoint, staged.layout, replace(sharding, in_stage_folders=True))
         staged = replace(staged, plan=plan)
     prepared = PreparedPack(options=options, staged=staged, stages=stages)
     if options.part is not None:

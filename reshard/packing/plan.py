@@ -30,7 +30,6 @@ from reshard.layouts.degrees import read_words
 from reshard.layouts.model import InFlight, Inventory, Request, inventory_of_layers, inventory_of_modules
 from reshard.plans.pack_plan import PackPlan, Sharding, StagePlan, plan_pack
 from reshard.tensors.checkpoint import Checkpoint
-from reshard.transforms.casts import with_ties_in_one_dtype
 
 if TYPE_CHECKING:
     from reshard.estimate.training_estimate import Forecast
@@ -191,7 +190,6 @@ def lay_out(
 
     `assumed.memory_limit` also limits the solver, as `limit=` in the spec does; a limit in the spec is assumed too.
     """
-    checkpoint = with_ties_in_one_dtype(checkpoint)
     shape = checkpoint.shape
     request, assumed = _agree_on_limit(request, assumed)
     inventory = inventory_of_modules(shape.modules, shape.num_layers)

@@ -51,17 +51,6 @@ def cast_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
         yield encoded
 
 
-def exact_blocks(tensor: TensorAt, dtype: str) -> Iterator[Buffer]:
-    """Yield a tied weight's values in the dtype of another copy, which must have all of them."""
-    for block in read_blocks(tensor):
-        encoded = encode(decode(block, tensor.dtype), dtype)
-        if encode(decode(encoded, dtype), tensor.dtype) != block:
-            problem = f"is tied to a weight in {dtype}, which does not have all of its values"
-            hint = "set tie_word_embeddings to false to keep both"
-            raise SourceError(tensor.place, problem, hint, code="source.tied-values-differ")
-        yield encoded
-
-
 def fp8_blocks(weight: TensorAt, scale: TensorAt, block: tuple[int, int], dtype: str) -> Iterator[Buffer]:
     """Multiply a float8 weight by its scales, one per block, in float32.
 

@@ -26,24 +26,6 @@ def cast_tensor(tensor: TensorAt, dtype: str) -> TensorAt:
     return derive(tensor, dtype, f"as {dtype}", (tensor,), partial(cast_blocks, tensor, dtype))
 
 
-def with_ties_in_one_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose tied copies of equal values have the owner's dtype.
-
-    Samples decide; reading a copy raises `source.tied-values-differ` if that dtype does not have one of its values.
-    """
-    tensors = dict(checkpoint.tensors)
-    for group in checkpoint.shape.ties:
-        stored = [tensors[fqn] for fqn in group if fqn in tensors]
-        dtype = next((tensor.dtype for tensor in stored), "")
-        for copy in stored[1:]:
-            if copy.dtype != dtype and have_equal_samples(stored[0], copy, "F32"):
-                from reshard.transforms.arithmetic import exact_blocks  # numpy
-
-                make = partial(exact_blocks, copy, dtype)
-                tensors[copy.name] = derive(copy, dtype, f"as {dtype}, exactly", (copy,), make)
-    return replace(checkpoint, tensors=tensors)
-
-
 def have_equal_samples(
     first: TensorAt, second: TensorAt, dtype: str, progress: Callable[[int], object] = lambda nbytes: None
 ) -> bool:
