@@ -60,7 +60,7 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
             raise ShardError(place, f"expected an object with {_OFFSET} and {_SHAPE}", code="header.invalid-slices")
         offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
         part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
-        if any(end > most for end, most in zip(part.end, whole, strict=True)):
+        if prod(part.shape) and any(end > most for end, most in zip(part.end, whole, strict=True)):
             problem = f"expected a slice within {list(whole)}, found {_shown(part)}"
             raise ShardError(place, problem, code="header.invalid-slices")
         slices[entry.name] = part

@@ -271,7 +271,7 @@ def _target(fields: Mapping[str, Any], where: str) -> Target | None:
     for name in lists:
         _check_pattern(_layer_pattern(name), f"{where}: layers_pattern")
     for name, value in (("layers_to_transform", layers), ("layers_pattern", lists)):
-        if value and (isinstance(names, str) or not layers):
+        if value and (isinstance(names, str) or fields.get("layers_to_transform") is None):
             expected = "null beside a target_modules that is a string, or without layers_to_transform"
             raise _invalid(f"{where}: {name}", expected, value)
     if fields.get("target_modules") is None:

@@ -29,7 +29,7 @@ from typing import Any
 
 from manifests.command.interpreter import module_command, safe_environment
 from manifests.digest import Hasher
-from manifests.errors import ModelError, UnreachableError, UsageError
+from manifests.errors import ModelError, Parameter, UnreachableError, UsageError
 from manifests.index import INDEX_NAME, encode_index
 from manifests.models import architecture_of
 from manifests.models.catalogue import entry_of
@@ -123,7 +123,7 @@ def _ask(
     if "unset" in answer:
         problem = f"cannot initialize {answer['unset']}: {architecture} sets it as it is built, or with other tensors"
         hint = "write a model with transformers, from_config(config).save_pretrained(FOLDER), and pack FOLDER"
-        raise UsageError("--init", problem, hint, code="options.init")
+        raise UsageError(Parameter("init"), problem, hint, code="options.init")
     if "missing" in answer:
         raise ModelError(
             f"{where}: architectures",

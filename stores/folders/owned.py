@@ -203,7 +203,7 @@ def remove_tree(entry: Path, beat: Callable[[], None] = lambda: None) -> None:
 
 def empty(folder: Path, beat: Callable[[], None] = lambda: None) -> None:
     """Remove everything in a folder but its record; last what the folder is known by where a full disk has none."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name in (MANIFEST_NAME, INDEX_NAME)):
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == MANIFEST_NAME, path.name == INDEX_NAME)):
         if path.name != RECORD_NAME:
             remove_tree(path, beat)
 

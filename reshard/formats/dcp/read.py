@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
-from manifests.errors import ModelError, SourceError
+from manifests.errors import InputError, SourceError, UnreachableError
 from manifests.models import ModelShape, tensor_names
 from manifests.models.config import CONFIG_NAME
 from manifests.optimizer_state import kinds_of, state_shapes
@@ -56,6 +56,8 @@ _NUMBER = re.compile(r"\.\d+\.")  # of a layer: what is left out of all layers i
 _MODEL_KEY = "model"  # of a nested state dict: {"model": model.state_dict(), "optimizer": ...}
 # Experts that transformers' models stack in one tensor in memory, (experts, 2 F, D) and (experts, D, F), unlike files.
 # Source: transformers 5.23, `conversion_mapping.py`, the entries of qwen2_moe and mixtral, which others refer to.
+# That a config does not say which tensors a folder has, or that it has none of a model.
+_UNCOMPARED = ("config.unsupported-architecture", "model.unknown-torchtitan-layout", "source.no-shards")
 _STACKED = re.compile(r"^(.+\.experts)\.(gate_up_proj|down_proj)$")
 _MATRICES: tuple[Mapping[str, tuple[str, ...]], ...] = (
     {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)},
@@ -256,11 +258,13 @@ def check(folder: Folder, findings: Findings, options: CheckOptions) -> Contents
     contents = check_files(folder, findings, options)
     if CONFIG_NAME in folder.names() and not findings:
         try:
-            open_checkpoint(folder, OpenOptions(drop=frozenset({OPTIMIZER})))
-        except ModelError:
-            pass  # an architecture whose tensors are not known
-        except SourceError as error:
-            if error.code != "source.no-shards":  # a state dict may have the weights under any key
+            weights = _weights(read_metadata(folder).tensors, str(folder))
+            if any(name.endswith(".weight") for name in weights):  # a state dict may have them under any key
+                open_checkpoint(folder, OpenOptions(drop=frozenset({OPTIMIZER})))
+        except UnreachableError:
+            raise
+        except InputError as error:
+            if error.code not in _UNCOMPARED:
                 findings.add_error(error)
     return contents
 

@@ -274,13 +274,17 @@ def test_check_compares_the_weights_with_another_checkpoint(kind: str, tmp_path:
 def test_check_compares_the_weights_with_the_config(tmp_path: Path) -> None:
     state = huggingface_state("llama", tmp_path / "model")
     assert codes(save(tmp_path / "healthy", "llama", {"model": state, "optimizer": {"rate": 1}})) == []
-    assert codes(save(tmp_path / "elsewhere", "llama", {"app": {"model": state}})) == []
+    elsewhere = {"app": {"model": state}, "step": torch.tensor(5)}
+    assert codes(save(tmp_path / "elsewhere", "llama", elsewhere)) == []
     state["model.norm.weight"] = torch.ones(3)
     assert codes(save(tmp_path / "other", "llama", state)) == ["source.shape-mismatch"]
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     unknown = {**config, "model_type": "unknown", "architectures": ["Unknown"]}
     (tmp_path / "other" / "config.json").write_text(json.dumps(unknown))
     assert codes(tmp_path / "other") == []
+    redirected = {**config, "transformers_weights": "others.safetensors"}
+    (tmp_path / "other" / "config.json").write_text(json.dumps(redirected))
+    assert codes(tmp_path / "other") == ["config.redirects"]
 
 
 def test_check_reads_the_values_of_weights_and_optimizer_state(tmp_path: Path) -> None:
