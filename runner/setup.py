@@ -154,12 +154,12 @@ def begin(
     if world.rank == 0 and options.checkpoint is not None and mesh.num_writers > 1:
         logger.info("note: checkpoints are in slices, and not Hugging Face folders; --save merges them")
     first: InputError | None = None
-    left, again = [*origins], None
-    while left:
-        origin = left.pop(0)
+    queue, again = [*origins], None
+    while queue:
+        origin = queue.pop(0)
         try:
             ready = _begin(launched, origin, options, mesh, world, device)
-            ready.deferred.older = tuple(other.folder for other in left)
+            ready.deferred.older = tuple(other.folder for other in queue)
             return ready
         except UnreachableError:  # this one may be readable at the next attempt
             raise
@@ -168,7 +168,7 @@ def begin(
                 raise
             is_lagging = error.code in ABSENT and origin.folder != launched.root and see_all(origin.folder)
             if is_lagging and again is not origin:  # all see it now
-                left, again = [origin, *left], origin
+                queue, again = [origin, *queue], origin
             else:
                 first = first or error.changed()  # a copy, which keeps no frames and so none of their tensors alive
                 if world.rank == 0 and len(origins) > 1:
