@@ -60,7 +60,7 @@ def slices_in(header: Header, where: str) -> dict[str, Slice]:
             raise ShardError(place, f"expected an object with {_OFFSET} and {_SHAPE}", code="header.invalid-slices")
         offset, whole = (_counts(fields[name], len(entry.shape), f"{place}.{name}") for name in (_OFFSET, _SHAPE))
         part = Slice(offset=offset, shape=entry.shape, whole_shape=whole)
-        if prod(part.shape) and any(end > most for end, most in zip(part.end, whole, strict=True)):
+        if any(end > most for end, most in zip(part.end, whole, strict=True)):
             problem = f"expected a slice within {list(whole)}, found {_shown(part)}"
             raise ShardError(place, problem, code="header.invalid-slices")
         slices[entry.name] = part
@@ -73,7 +73,7 @@ def problem_with_slices(slices: Sequence[Slice]) -> str | None:
     for part in slices:
         if part.whole_shape != whole:
             return f"expected a slice of {list(whole)} as elsewhere, found one of {list(part.whole_shape)}"
-        if any(end > most for end, most in zip(part.end, whole, strict=True)):
+        if prod(part.shape) and any(end > most for end, most in zip(part.end, whole, strict=True)):
             return f"expected a slice within {list(whole)}, found {_shown(part)}"
     for first, second in _overlapping(part for part in slices if prod(part.shape)):
         return f"slices overlap: {_shown(first)} and {_shown(second)}"

@@ -7,7 +7,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,13 @@ def test_slices_of_a_mesh_are_one_tensor_and_without_one_or_with_one_twice_they_
     assert problem_with_slices([*slices, slices[-1]]) is not None
     if len(slices) > 1:
         assert problem_with_slices(slices[1:]) is not None
+
+
+def test_only_a_slice_with_elements_must_be_within_its_tensor() -> None:
+    half, beyond = (Slice(offset=(begin,), shape=(2,), whole_shape=(4,)) for begin in (0, 3))
+    empty = Slice(offset=(5,), shape=(0,), whole_shape=(4,))
+    assert problem_with_slices([half, beyond]) is not None
+    assert problem_with_slices([half, replace(half, offset=(2,)), empty]) is None
 
 
 def test_slices_that_overlap_or_are_of_another_shape_are_named(wording: Callable[[str], None]) -> None:
