@@ -203,7 +203,8 @@ def _options_in(folder: Folder, entries: Sequence[DcpTensor | DcpValue]) -> dict
     """Return what these entries have; of a tensor its only number, such as a learning rate for `torch.compile`."""
     values = [entry for entry in entries if isinstance(entry, DcpValue)]
     located = read_chunks(folder, {entry.name: entry for entry in entries if isinstance(entry, DcpTensor)})
-    numbers = {name: read_number(at, f"{at.file}: {name!r}") for name, (at, *_) in located.items()}
+    whole = {name: chunks[0] for name, chunks in located.items() if len(chunks) == 1}
+    numbers = {name: read_number(at, f"{at.file}: {name!r}") for name, at in whole.items()}
     return {**dict(zip((value.name for value in values), read_values(folder, values), strict=True)), **numbers}
 
 
