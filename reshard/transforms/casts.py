@@ -45,9 +45,9 @@ def have_equal_samples(
         count = STEP_NBYTES // max(1, *(DTYPE_BITS[kind] // 8 for kind in kinds))
         pairs = zip(_samples(first, count), _samples(second, count), strict=True)
     try:
-        for left, right in pairs:
-            progress(0 if have_digests else left.nbytes + right.nbytes)
-            if not have_equal_bytes(cast_tensor(left, common), cast_tensor(right, common)):
+        for part, copy in pairs:
+            progress(0 if have_digests else part.nbytes + copy.nbytes)
+            if not have_equal_bytes(cast_tensor(part, common), cast_tensor(copy, common)):
                 return False
     except SourceError as error:
         if error.code != WOULD_OVERFLOW:

@@ -90,6 +90,7 @@ def test_convolutions_are_no_experts_and_attention_without_softmax_has_all() -> 
         {"target_modules": ["model.layers.0.q_proj", "w1"], "layers_to_transform": [2, 3]},
         {"target_modules": ["q_proj", "w1"], "layers_to_transform": [], "exclude_modules": ["experts.1.w1"]},
         {"target_modules": ["q_proj", "w1"], "exclude_modules": r".*\.[02]\..*"},
+        {"target_modules": ["q_proj", "w1"], "layers_to_transform": [], "layers_pattern": ["layers"]},
         {"target_modules": r"model\.layers\.\d\..*w1", "exclude_modules": ["w1"]},
         {"target_modules": r".*\.1\..*w1", "modules_to_save": ["layers.2", "lm_head"]},
         {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["layers.2", "head"]},
